@@ -1,0 +1,35 @@
+// AdamW (Loshchilov and Hutter, 2019), the global gradient norm and plain SGD, on flat contiguous ranges.
+//   m <- b1 m + (1-b1) g      v <- b2 v + (1-b2) g^2
+//   p <- p - lr * weight_decay * p - lr * (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps)
+// g is the gradient times StepControl's clip factor. The control lives on the device, so a step needs no round trip to
+// the host: a non-finite norm leaves parameters, moments and the step counter untouched.
+#pragma once
+
+#include "kernels/stream.h"
+
+namespace palimpsest {
+
+// Layout of the control tensor [4] f64.
+enum StepControl : int {
+  kNormSquared = 0,    // sum of squares of all gradients, filled by accumulate_norm_squared
+  kClipFactor = 1,     // min(1, max_norm / norm), or 0 when the norm is not finite
+  kAppliedSteps = 2,   // t: optimizer steps applied so far, this one included
+  kFinite = 3,         // 1 when this step is applied, 0 when it is skipped
+};
+constexpr int64_t kStepControlSize = 4;
+
+struct AdamwOptions {
+  double lr = 0, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0;
+};
+
+// control[kNormSquared] += sum of grad^2, in f64 and in a fixed order. grad: contiguous, f32 or f64, any shape.
+PALIMPSEST_OP(accumulate_norm_squared, Stream& stream, Tensor control, const Tensor& grad);
+// From kNormSquared: fills kClipFactor and kFinite and advances kAppliedSteps when finite. max_norm <= 0: no clipping.
+PALIMPSEST_OP(prepare_step, Stream& stream, Tensor control, double max_norm);
+// Updates param, m, v (contiguous, same dtype f32 or f64, same numel as grad).
+PALIMPSEST_OP(adamw_step, Stream& stream, Tensor param, Tensor m, Tensor v, const Tensor& grad, const Tensor& control,
+              const AdamwOptions& options);
+// p <- p - lr * g, with the same clip and skip rule: for tests of parity, which Adam would hide.
+PALIMPSEST_OP(sgd_step, Stream& stream, Tensor param, const Tensor& grad, const Tensor& control, double lr);
+
+}  // namespace palimpsest

@@ -1,0 +1,17 @@
+// The few element-wise ops that no fused op covers. All shapes equal; rows may be spaced; f32 and f64.
+#pragma once
+
+#include "kernels/stream.h"
+
+namespace palimpsest {
+
+PALIMPSEST_OP(fill_zero, Stream& stream, Tensor y);                                        // y = 0
+PALIMPSEST_OP(copy, Stream& stream, Tensor y, const Tensor& x);                            // y = x
+PALIMPSEST_OP(add, Stream& stream, Tensor y, const Tensor& a, const Tensor& b);            // y = a + b; y may be a or b
+// y = x * sigmoid(z): the output gate of gated attention. y may be x.
+PALIMPSEST_OP(sigmoid_gate_forward, Stream& stream, Tensor y, const Tensor& x, const Tensor& z);
+// dx = dy * sigmoid(z) (overwritten, may be dy), dz = dy * x * sigmoid'(z) (overwritten).
+PALIMPSEST_OP(sigmoid_gate_backward, Stream& stream, Tensor dx, Tensor dz, const Tensor& dy, const Tensor& x,
+              const Tensor& z);
+
+}  // namespace palimpsest

@@ -1,0 +1,24 @@
+// Linear maps: y = x W^T with W stored [out, in], as in the public checkpoints.
+//
+// All matrices may have spaced rows (Tensor::row_stride), so that stacked projections and row ranges of stacked weights
+// work without copies. f32 and f64 on the CPU (BLAS); accumulation in the type of the operands or better.
+#pragma once
+
+#include "kernels/stream.h"
+
+namespace palimpsest {
+
+enum class Write : uint8_t { kOverwrite, kAccumulate };
+
+// y [N, O] = x [N, I] w[O, I]^T, or y += ... with kAccumulate.
+PALIMPSEST_OP(linear_forward, Stream& stream, Tensor y, const Tensor& x, const Tensor& w, Write write);
+// dx [N, I] = dy [N, O] w [O, I], or dx += ...
+PALIMPSEST_OP(linear_backward_input, Stream& stream, Tensor dx, const Tensor& dy, const Tensor& w, Write write);
+// dw [O, I] += dy [N, O]^T x [N, I]. Gradients of weights always accumulate.
+PALIMPSEST_OP(linear_backward_weight, Stream& stream, Tensor dw, const Tensor& dy, const Tensor& x);
+
+// Multiplies two 96 x 96 matrices with the BLAS and with a plain loop, in f32 and f64. Some old OpenBLAS releases
+// compute wrong products on processors they do not know; a mismatch throws a UserError that names OPENBLAS_CORETYPE.
+void check_blas();
+
+}  // namespace palimpsest

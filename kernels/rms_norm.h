@@ -1,0 +1,29 @@
+// RMSNorm (Zhang and Sennrich, 2019): y = w * x / sqrt(mean(x^2) + eps), statistics in f32 (f64 for f64 input).
+// The one-centred kind of Qwen3-Next multiplies by (1 + w).
+#pragma once
+
+#include "kernels/stream.h"
+
+namespace palimpsest {
+
+enum class NormWeight : uint8_t { kPlain, kOneCentred };
+
+// x, y [N, D] or [N, H, D] (norm over D, rows may be spaced); w [D]; rstd [N] or [N, H], overwritten, kept for backward.
+PALIMPSEST_OP(rms_norm_forward, Stream& stream, Tensor y, Tensor rstd, const Tensor& x, const Tensor& w, double eps,
+              NormWeight kind);
+// dx overwritten (may be dy); dw [D] accumulated.
+PALIMPSEST_OP(rms_norm_backward, Stream& stream, Tensor dx, Tensor dw, const Tensor& dy, const Tensor& x,
+              const Tensor& w, const Tensor& rstd, NormWeight kind);
+
+// Gated RMSNorm on the output of a delta-rule mixer, per head over V: y = w * n(o) * phi(z). phi = sigmoid in KDA,
+// SiLU in Gated DeltaNet.
+enum class GateActivation : uint8_t { kSigmoid, kSilu };
+
+// o, z, y [N, H, V] (rows may be spaced); w [V]; rstd [N, H], overwritten, kept for backward.
+PALIMPSEST_OP(gated_rms_norm_forward, Stream& stream, Tensor y, Tensor rstd, const Tensor& o, const Tensor& z,
+              const Tensor& w, double eps, GateActivation activation);
+// d_o and dz overwritten; dw [V] accumulated.
+PALIMPSEST_OP(gated_rms_norm_backward, Stream& stream, Tensor d_o, Tensor dz, Tensor dw, const Tensor& dy,
+              const Tensor& o, const Tensor& z, const Tensor& w, const Tensor& rstd, GateActivation activation);
+
+}  // namespace palimpsest

@@ -1,0 +1,11 @@
+#include "launch/version.h"
+
+#include "parallel/mesh.h"
+
+namespace palimpsest {
+
+std::string git_hash() { return PALIMPSEST_GIT_HASH; }
+
+std::string version_text() { return "palimpsest " + git_hash() + "\n" + mpi_library_version(); }
+
+}  // namespace palimpsest
