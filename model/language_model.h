@@ -1,0 +1,83 @@
+// The language model: embedding, pre-norm blocks (mixer and feed-forward), final norm, head with its loss.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "model/config.h"
+#include "model/layer.h"
+#include "model/parameters.h"
+
+namespace palimpsest {
+
+// What backward recomputes in place of keeping: nothing; the feed-forward half of each block; everything but the input
+// of each half.
+enum class ActivationCheckpointing : uint8_t { kNone, kSelective, kFull };
+template <>
+struct EnumNames<ActivationCheckpointing> {
+  static constexpr const char* values[] = {"none", "selective", "full"};
+};
+
+struct ModelInput {
+  Tensor tokens;   // [N] i32
+  Tensor targets;  // [N] i32, kIgnoreTarget where nothing is scored; absent when only logits are wanted
+  Sequence sequence;
+};
+
+struct LossOptions {
+  double grad_scale = 1.0;  // 1 / targets of the whole step
+  double z_loss = 0.0;      // weight of lse^2
+  ActivationCheckpointing checkpointing = ActivationCheckpointing::kNone;
+};
+
+class LanguageModel {
+ public:
+  // Declares every parameter in the registry, which must outlive the model. Throws a UserError on a bad config.
+  LanguageModel(const ModelConfig& config, ParameterRegistry& registry);
+  ~LanguageModel();
+
+  const ModelConfig& config() const { return config_; }
+
+  // Forward and backward of one micro-batch: adds the losses of its targets to loss_sum [1] f64 (without the z terms) and
+  // the z terms to z_sum [1] f64, and the gradient of grad_scale * (both sums) to the registry.
+  void forward_backward(Context& context, const ModelInput& input, const LossOptions& options, Tensor loss_sum,
+                        Tensor z_sum) const;
+  // token_loss [N] f32 (f64): loss of each target, 0 where nothing is scored; overwritten.
+  void forward_loss(Context& context, const ModelInput& input, Tensor token_loss) const;
+  // logits [N, vocab], overwritten. For tests and small inputs.
+  void forward_logits(Context& context, const ModelInput& input, Tensor logits) const;
+
+  // Decoding of one sequence: the state of every block.
+  struct DecodeStates {
+    std::vector<std::unique_ptr<DecodeState>> blocks;
+    int64_t num_tokens = 0;  // taken in so far
+  };
+  DecodeStates make_decode_states(Context& context, int64_t max_tokens) const;
+  // Continues by tokens [n] i32 (host) and gives the logits [n, vocab] after each.
+  void extend(Context& context, DecodeStates& states, const Tensor& tokens, Tensor logits) const;
+
+  // Forward and backward FLOPs of one token in rows of row_length tokens: 6 * weights of products + 3 * the mixers' own.
+  // Recomputation is not counted.
+  double flops_per_token(int64_t row_length) const;
+  struct FlopsOfKind {
+    std::string kind;   // "kda", "mla", ..., "mlp", "head"
+    int64_t count;      // layers of the kind
+    double per_token;   // forward and backward, all layers of the kind
+  };
+  std::vector<FlopsOfKind> flops_by_kind(int64_t row_length) const;  // adds up to flops_per_token
+
+ private:
+  struct Block;
+  struct SavedBlock;
+
+  ModelConfig config_;
+  ParameterRegistry& registry_;
+  std::vector<Block> blocks_;
+  Parameter* embedding_ = nullptr;
+  Parameter* final_norm_ = nullptr;
+  Parameter* head_ = nullptr;  // the embedding when tied
+};
+
+}  // namespace palimpsest

@@ -1,0 +1,64 @@
+// The two interfaces of a block: Branch, what stands inside a residual connection, and TokenMixer, a branch that mixes
+// tokens over time (KDA, Gated DeltaNet, MLA, softmax attention and every later one).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "kernels/arena.h"
+#include "kernels/documents.h"
+#include "kernels/stream.h"
+#include "kernels/tensor.h"
+
+namespace palimpsest {
+
+// Where a step runs. Temporaries come from stream.scratch(), what backward needs from `activations`.
+struct Context {
+  Stream& stream;
+  Arena& activations;
+  DType dtype;  // of activations: f32 or f64 on the CPU
+};
+
+// How the N tokens of a batch lie in time.
+struct Sequence {
+  Documents documents;
+  Tensor positions;  // [N] i32, counted from each document's start
+};
+
+// What a forward keeps for its backward. Each layer derives its own struct, with shapes.
+struct Saved {
+  virtual ~Saved() = default;
+};
+
+// What a mixer carries from token to token when decoding.
+struct DecodeState {
+  virtual ~DecodeState() = default;
+};
+
+class Branch {
+ public:
+  virtual ~Branch() = default;
+
+  // y [N, D] = f(x [N, D]); y overwritten.
+  virtual std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x,
+                                         Tensor y) const = 0;
+  // dx [N, D] overwritten; gradients of the weights accumulated. x holds the same values as in forward.
+  virtual void backward(Context& context, const Sequence& sequence, const Saved& saved, const Tensor& x,
+                        const Tensor& dy, Tensor dx) const = 0;
+};
+
+class TokenMixer : public Branch {
+ public:
+  // FLOPs of one token, forward, beside the weights' products: 6 K V a head for delta layers, 2 H (dqk + dv) (T + 1) / 2
+  // for attention over rows of T tokens.
+  virtual double flops_per_token(int64_t row_length) const = 0;
+
+  // Decoding one sequence of at most max_tokens. The state of a recurrent mixer does not grow with max_tokens.
+  virtual std::unique_ptr<DecodeState> make_decode_state(Context& context, int64_t max_tokens) const = 0;
+  // Continues the state by the n tokens x [n, D] of one document; y [n, D] overwritten. The same values as forward over
+  // the whole document, to rounding.
+  virtual void extend(Context& context, DecodeState& state, const Sequence& sequence, const Tensor& x,
+                      Tensor y) const = 0;
+};
+
+}  // namespace palimpsest

@@ -1,0 +1,100 @@
+// The parameter registry. A layer declares each weight once; optimizer, checkpoint, gradient norm, import, export, the
+// parameter table and the FLOP count all walk the registry, and nothing else lists weights.
+//
+// Weights are [out, in], as in the public checkpoints. Projections that read the same input are declared as a stack:
+// they lie one below the other in memory, so that one matrix product serves them, and each keeps its public name.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "kernels/arena.h"
+#include "kernels/stream.h"
+#include "kernels/tensor.h"
+
+namespace palimpsest {
+
+enum class Init : uint8_t {
+  kNormal,      // normal(0, initializer_range)
+  kZeros,
+  kOnes,
+  kLogUniform,  // A_log with the softplus gate: log of uniform(1, 16)
+  kDtBias,      // inverse softplus of dt, log-uniform in [1e-3, 1e-1], floor 1e-4
+};
+
+// Whether AdamW's weight decay applies. Matrices and convolution kernels decay; norms, biases, A_log and dt_bias do not.
+enum class WeightDecay : uint8_t { kNo, kYes };
+
+// How tensor parallelism cuts the parameter, and what one tensor rank's gradient is then.
+enum class TensorSplit : uint8_t {
+  kRows,               // dimension 0, by head, column or vocabulary row; gradient complete
+  kColumns,            // dimension 1; gradient complete
+  kPartialOverTokens,  // replicated; the gradient is a sum over the rank's tokens only
+  kPartialOverHeads,   // replicated; the gradient is a sum over the rank's heads only
+};
+
+// Whether the weight takes part in a matrix product once per token: counted in the 6 * weights of model FLOPs.
+enum class InProduct : uint8_t { kNo, kYes };
+
+struct ParameterSpec {
+  std::string name;  // public name, "model.layers.3.self_attn.q_proj.weight"
+  Shape shape;       // global
+  Init init = Init::kNormal;
+  WeightDecay decay = WeightDecay::kYes;
+  TensorSplit split = TensorSplit::kRows;
+  InProduct in_product = InProduct::kYes;
+};
+
+struct Parameter {
+  ParameterSpec spec;
+  Tensor value;           // spec.shape; f32, or f64 in f64 runs
+  Tensor grad;            // same; absent when bound without gradients
+  Tensor adam_m, adam_v;  // same; absent when bound without optimizer state
+};
+
+// Parameters that lie one below the other: value and grad are [sum of rows, in].
+struct ParameterStack {
+  std::vector<Parameter*> parameters;
+  Tensor value, grad;
+};
+
+// What a run needs beside the values.
+enum class ParameterUse : uint8_t { kInference, kGradients, kTraining };
+
+class ParameterRegistry {
+ public:
+  ParameterRegistry() = default;
+  ParameterRegistry(const ParameterRegistry&) = delete;
+  ParameterRegistry& operator=(const ParameterRegistry&) = delete;
+
+  // References stay valid for the registry's life. Throws an Error on a name declared twice.
+  Parameter& declare(ParameterSpec spec);
+  // All specs are matrices of one width; at least one.
+  ParameterStack& declare_stack(std::vector<ParameterSpec> specs);
+
+  // Takes the tensors of every parameter from the arenas, in declaration order. May be called again, with real arenas
+  // after planning ones; layers see the new tensors.
+  void bind(DType dtype, ParameterUse use, Arena& parameters, Arena& gradients, Arena& optimizer);
+
+  // Fills the values: a pure function of (seed, parameter name, global element index), drawn in f64 and rounded once.
+  void initialize(uint64_t seed, double initializer_range);
+  void zero_gradients(Stream& stream);
+  void zero_optimizer(Stream& stream);
+
+  std::deque<Parameter>& parameters() { return parameters_; }
+  const std::deque<Parameter>& parameters() const { return parameters_; }
+  Parameter* find(const std::string& name);  // null when there is none
+  int64_t num_elements() const;              // of all parameters
+  int64_t num_product_elements() const;      // of those with InProduct::kYes
+
+ private:
+  std::deque<Parameter> parameters_;
+  std::deque<ParameterStack> stacks_;  // every parameter belongs to exactly one, often alone
+};
+
+// One line a parameter (name, shape, count, init, weight decay) and a total, for the start-up log and --dry-run.
+std::string parameter_table(const ParameterRegistry& registry);
+
+}  // namespace palimpsest
