@@ -11,10 +11,10 @@ namespace palimpsest {
 
 // Layout of the control tensor [4] f64.
 enum StepControl : int {
-  kNormSquared = 0,    // sum of squares of all gradients, filled by accumulate_norm_squared
-  kClipFactor = 1,     // min(1, max_norm / norm), or 0 when the norm is not finite
-  kAppliedSteps = 2,   // t: optimizer steps applied so far, this one included
-  kFinite = 3,         // 1 when this step is applied, 0 when it is skipped
+  kNormSquared = 0,   // sum of squares of all gradients, filled by accumulate_norm_squared
+  kClipFactor = 1,    // min(1, max_norm / norm), or 0 when the norm is not finite
+  kAppliedSteps = 2,  // t: optimizer steps applied so far, this one included
+  kFinite = 3,        // 1 when this step is applied, 0 when it is skipped
 };
 constexpr int64_t kStepControlSize = 4;
 

@@ -11,7 +11,9 @@ namespace {
 // Planning addresses start here: never null, never mapped.
 std::byte* const kPlanningBase = reinterpret_cast<std::byte*>(uintptr_t{1} << 60);
 
-int64_t round_up(int64_t bytes) { return (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment; }
+int64_t round_up(int64_t bytes) {
+  return (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
+}
 
 }  // namespace
 

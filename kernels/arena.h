@@ -18,8 +18,8 @@ class Arena {
  public:
   static constexpr int64_t kAlignment = 256;  // bytes
 
-  static Arena planning(std::string name, Device device);                // counts; reading its tensors is a fault
-  Arena(std::string name, Device device, int64_t capacity_bytes);        // owns capacity_bytes, uninitialised
+  static Arena planning(std::string name, Device device);          // counts; reading its tensors is a fault
+  Arena(std::string name, Device device, int64_t capacity_bytes);  // owns capacity_bytes, uninitialised
   ~Arena();
   Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&&) = delete;
@@ -29,10 +29,10 @@ class Arena {
   // requested and the free bytes when it is full.
   Tensor allocate(DType dtype, Shape shape);
 
-  int64_t mark() const { return used_; }   // position of the stack, for release()
-  void release(int64_t mark);              // gives back everything allocated since mark
-  int64_t used() const { return used_; }   // bytes
-  int64_t peak() const { return peak_; }   // bytes, the highest use so far
+  int64_t mark() const { return used_; }  // position of the stack, for release()
+  void release(int64_t mark);             // gives back everything allocated since mark
+  int64_t used() const { return used_; }  // bytes
+  int64_t peak() const { return peak_; }  // bytes, the highest use so far
   int64_t capacity() const { return capacity_; }
   bool is_planning() const { return planning_; }
   const std::string& name() const { return name_; }

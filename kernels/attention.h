@@ -8,10 +8,10 @@
 
 namespace palimpsest {
 
-// o [N, H, V] and lse [N, H] (log of the softmax denominator, kept for backward) overwritten; q [N, H, K]; k [NK, HKV, K];
-// v [NK, HKV, V]; rows may be spaced. lse is f32 (f64 for f64).
-// `queries` splits N, `keys` splits NK, both with the same number of documents; query j of document i sees its keys up
-// to and including number length_k(i) - length_q(i) + j. In training both are the same; in decoding keys are longer.
+// o [N, H, V] and lse [N, H] (log of the softmax denominator, kept for backward) overwritten; q [N, H, K]; k [NK, HKV,
+// K]; v [NK, HKV, V]; rows may be spaced. lse is f32 (f64 for f64). `queries` splits N, `keys` splits NK, both with the
+// same number of documents; query j of document i sees its keys up to and including number length_k(i) - length_q(i) +
+// j. In training both are the same; in decoding keys are longer.
 PALIMPSEST_OP(attention_forward, Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k,
               const Tensor& v, double scale, const Documents& queries, const Documents& keys);
 

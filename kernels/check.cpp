@@ -24,17 +24,39 @@ const char* short_path(const char* file) {
 
 }  // namespace
 
-std::string to_text(std::string_view value) { return std::string(value); }
-std::string to_text(const char* value) { return value; }
-std::string to_text(const std::string& value) { return value; }
-std::string to_text(bool value) { return value ? "true" : "false"; }
-std::string to_text(int value) { return std::to_string(value); }
-std::string to_text(unsigned value) { return std::to_string(value); }
-std::string to_text(long value) { return std::to_string(value); }
-std::string to_text(unsigned long value) { return std::to_string(value); }
-std::string to_text(long long value) { return std::to_string(value); }
-std::string to_text(unsigned long long value) { return std::to_string(value); }
-std::string to_text(double value) { return streamed(value); }
+std::string to_text(std::string_view value) {
+  return std::string(value);
+}
+std::string to_text(const char* value) {
+  return value;
+}
+std::string to_text(const std::string& value) {
+  return value;
+}
+std::string to_text(bool value) {
+  return value ? "true" : "false";
+}
+std::string to_text(int value) {
+  return std::to_string(value);
+}
+std::string to_text(unsigned value) {
+  return std::to_string(value);
+}
+std::string to_text(long value) {
+  return std::to_string(value);
+}
+std::string to_text(unsigned long value) {
+  return std::to_string(value);
+}
+std::string to_text(long long value) {
+  return std::to_string(value);
+}
+std::string to_text(unsigned long long value) {
+  return std::to_string(value);
+}
+std::string to_text(double value) {
+  return streamed(value);
+}
 
 void throw_check_failure(const char* file, int line, const char* expression, const std::string& message) {
   std::ostringstream text;

@@ -30,6 +30,8 @@ enum class DeltaForm : uint8_t { kRecurrence, kChunkwise };
 // M and Aqk, 2 also X and the state at each chunk's start. The recurrence keeps nothing whatever the level.
 enum class SaveLevel : uint8_t { kNothing = 0, kMatrices = 1, kAll = 2 };
 
+constexpr int64_t kMaxKeySize = 256;  // K of the delta-rule ops; V is free
+
 struct DeltaRuleOptions {
   Decay decay = Decay::kVector;
   DeltaRule delta_rule = DeltaRule::kOn;
@@ -38,9 +40,9 @@ struct DeltaRuleOptions {
   double beta_scale = 1.0;         // beta = beta_scale * sigmoid(beta_logit); 2 allows negative eigenvalues
   bool l2norm_qk = true;           // q, k <- x / sqrt(sum x^2 + l2norm_eps)
   double l2norm_eps = 1e-6;
-  double scale = 1.0;              // of the read; K^-1/2 in every published model
+  double scale = 1.0;  // of the read; K^-1/2 in every published model
   DeltaForm form = DeltaForm::kChunkwise;
-  int64_t chunk_size = 64;         // 16, 32 or 64
+  int64_t chunk_size = 64;  // 16, 32 or 64
   SaveLevel save_level = SaveLevel::kAll;
 };
 

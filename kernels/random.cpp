@@ -31,7 +31,9 @@ std::array<uint64_t, 2> two_words(uint64_t seed, uint64_t stream, uint64_t index
 }
 
 // The middle of one of 2^52 equal cells of (0, 1).
-double to_unit(uint64_t bits) { return (static_cast<double>(bits >> 12) + 0.5) * 0x1p-52; }
+double to_unit(uint64_t bits) {
+  return (static_cast<double>(bits >> 12) + 0.5) * 0x1p-52;
+}
 
 }  // namespace
 
@@ -41,7 +43,9 @@ uint64_t hash_of(std::string_view text) {
   return hash;
 }
 
-uint64_t random_bits(uint64_t seed, uint64_t stream, uint64_t index) { return two_words(seed, stream, index)[0]; }
+uint64_t random_bits(uint64_t seed, uint64_t stream, uint64_t index) {
+  return two_words(seed, stream, index)[0];
+}
 
 double random_uniform(uint64_t seed, uint64_t stream, uint64_t index) {
   return to_unit(random_bits(seed, stream, index));

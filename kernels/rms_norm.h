@@ -8,7 +8,8 @@ namespace palimpsest {
 
 enum class NormWeight : uint8_t { kPlain, kOneCentred };
 
-// x, y [N, D] or [N, H, D] (norm over D, rows may be spaced); w [D]; rstd [N] or [N, H], overwritten, kept for backward.
+// x, y [N, D] or [N, H, D] (norm over D, rows may be spaced); w [D]; rstd [N] or [N, H], overwritten, kept for
+// backward.
 PALIMPSEST_OP(rms_norm_forward, Stream& stream, Tensor y, Tensor rstd, const Tensor& x, const Tensor& w, double eps,
               NormWeight kind);
 // dx overwritten (may be dy); dw [D] accumulated.

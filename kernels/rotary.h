@@ -1,4 +1,5 @@
-// Rotary position embedding (Su et al., 2021): rotates pairs (a, b) of a head by the angle phi = position * inv_freq[i]:
+// Rotary position embedding (Su et al., 2021): rotates pairs (a, b) of a head by the angle phi = position *
+// inv_freq[i]:
 //   (a, b) <- (a cos phi - b sin phi, b cos phi + a sin phi) * amplitude
 #pragma once
 

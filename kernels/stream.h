@@ -36,10 +36,10 @@ class Stream {
   static_assert(true, "an op declaration ends with a semicolon")
 
 // Runs `call` on the backend of the stream, or nothing when the stream is planning.
-#define PALIMPSEST_DISPATCH(stream, call)                                                                     \
-  do {                                                                                                        \
-    if ((stream).is_planning()) break;                                                                        \
-    CHECK((stream).device() == ::palimpsest::Device::kCpu, "this build has no ", ::palimpsest::name_of((stream).device()), \
-          " backend");                                                                                        \
-    cpu::call;                                                                                                \
+#define PALIMPSEST_DISPATCH(stream, call)                                        \
+  do {                                                                           \
+    if ((stream).is_planning()) break;                                           \
+    CHECK((stream).device() == ::palimpsest::Device::kCpu, "this build has no ", \
+          ::palimpsest::name_of((stream).device()), " backend");                 \
+    cpu::call;                                                                   \
   } while (false)

@@ -7,11 +7,15 @@ namespace palimpsest {
 int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kF32:
-    case DType::kI32: return 4;
+    case DType::kI32:
+      return 4;
     case DType::kF64:
-    case DType::kI64: return 8;
-    case DType::kBF16: return 2;
-    case DType::kU8: return 1;
+    case DType::kI64:
+      return 8;
+    case DType::kBF16:
+      return 2;
+    case DType::kU8:
+      return 1;
   }
   CHECK(false, "unknown dtype");
   return 0;
@@ -19,19 +23,29 @@ int64_t size_of(DType dtype) {
 
 const char* name_of(DType dtype) {
   switch (dtype) {
-    case DType::kF32: return "f32";
-    case DType::kF64: return "f64";
-    case DType::kBF16: return "bf16";
-    case DType::kI32: return "i32";
-    case DType::kI64: return "i64";
-    case DType::kU8: return "u8";
+    case DType::kF32:
+      return "f32";
+    case DType::kF64:
+      return "f64";
+    case DType::kBF16:
+      return "bf16";
+    case DType::kI32:
+      return "i32";
+    case DType::kI64:
+      return "i64";
+    case DType::kU8:
+      return "u8";
   }
   return "?";
 }
 
-const char* name_of(Device device) { return device == Device::kCpu ? "cpu" : "cuda"; }
+const char* name_of(Device device) {
+  return device == Device::kCpu ? "cpu" : "cuda";
+}
 
-float to_float(BF16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+float to_float(BF16 value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
 
 BF16 to_bf16(float value) {
   uint32_t bits = std::bit_cast<uint32_t>(value);

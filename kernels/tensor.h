@@ -24,13 +24,32 @@ struct BF16 {
 float to_float(BF16 value);
 BF16 to_bf16(float value);  // round to nearest even; NaN stays NaN
 
-template <class T> struct DTypeOf;
-template <> struct DTypeOf<float> { static constexpr DType value = DType::kF32; };
-template <> struct DTypeOf<double> { static constexpr DType value = DType::kF64; };
-template <> struct DTypeOf<BF16> { static constexpr DType value = DType::kBF16; };
-template <> struct DTypeOf<int32_t> { static constexpr DType value = DType::kI32; };
-template <> struct DTypeOf<int64_t> { static constexpr DType value = DType::kI64; };
-template <> struct DTypeOf<uint8_t> { static constexpr DType value = DType::kU8; };
+template <class T>
+struct DTypeOf;
+template <>
+struct DTypeOf<float> {
+  static constexpr DType value = DType::kF32;
+};
+template <>
+struct DTypeOf<double> {
+  static constexpr DType value = DType::kF64;
+};
+template <>
+struct DTypeOf<BF16> {
+  static constexpr DType value = DType::kBF16;
+};
+template <>
+struct DTypeOf<int32_t> {
+  static constexpr DType value = DType::kI32;
+};
+template <>
+struct DTypeOf<int64_t> {
+  static constexpr DType value = DType::kI64;
+};
+template <>
+struct DTypeOf<uint8_t> {
+  static constexpr DType value = DType::kU8;
+};
 
 // Extents of up to 5 dimensions.
 class Shape {
@@ -64,9 +83,9 @@ class Tensor {
   int num_dims() const { return shape_.num_dims(); }
   int64_t dim(int i) const;  // negative counts from the end
   int64_t numel() const { return shape_.numel(); }
-  int64_t bytes() const { return numel() * size_of(dtype_); }    // without the gaps between rows
-  int64_t row_size() const { return numel_of_row_; }             // elements of one index of dimension 0
-  int64_t row_stride() const { return row_stride_; }             // elements from one index of dimension 0 to the next
+  int64_t bytes() const { return numel() * size_of(dtype_); }  // without the gaps between rows
+  int64_t row_size() const { return numel_of_row_; }           // elements of one index of dimension 0
+  int64_t row_stride() const { return row_stride_; }           // elements from one index of dimension 0 to the next
   bool contiguous() const { return row_stride_ == numel_of_row_; }
 
   // The elements. Throws when T is not the dtype: there is no silent reinterpretation.
@@ -77,11 +96,11 @@ class Tensor {
   }
   void* raw() const { return data_; }
 
-  Tensor view(Shape shape) const;                            // same elements, contiguous only (or same row split)
-  Tensor rows(int64_t start, int64_t count) const;           // range of dimension 0
-  Tensor columns(int64_t start, int64_t count) const;        // [N, C] -> [N, count], rows stay where they are
-  Tensor split_columns(int64_t heads, int64_t size) const;   // [N, heads*size] -> [N, heads, size]
-  Tensor merge_columns() const;                              // [N, a, b, ...] -> [N, a*b*...]
+  Tensor view(Shape shape) const;                           // same elements, contiguous only (or same row split)
+  Tensor rows(int64_t start, int64_t count) const;          // range of dimension 0
+  Tensor columns(int64_t start, int64_t count) const;       // [N, C] -> [N, count], rows stay where they are
+  Tensor split_columns(int64_t heads, int64_t size) const;  // [N, heads*size] -> [N, heads, size]
+  Tensor merge_columns() const;                             // [N, a, b, ...] -> [N, a*b*...]
 
   std::string str() const;  // "f32[2, 3] on cpu", for messages
 

@@ -4,8 +4,12 @@
 
 namespace palimpsest {
 
-std::string git_hash() { return PALIMPSEST_GIT_HASH; }
+std::string git_hash() {
+  return PALIMPSEST_GIT_HASH;
+}
 
-std::string version_text() { return "palimpsest " + git_hash() + "\n" + mpi_library_version(); }
+std::string version_text() {
+  return "palimpsest " + git_hash() + "\n" + mpi_library_version();
+}
 
 }  // namespace palimpsest

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "kernels/rms_norm.h"
+
 namespace palimpsest {
 
 // The names of an enum's values in configs, in order of the values: specialise for each enum that a config field has.
@@ -19,9 +21,8 @@ struct EnumNames<RopeKind> {
   static constexpr const char* values[] = {"none", "interleaved", "half_split"};
 };
 
-enum class NormKind : uint8_t { kPlain, kOneCentred };
 template <>
-struct EnumNames<NormKind> {
+struct EnumNames<NormWeight> {
   static constexpr const char* values[] = {"plain", "one_centred"};
 };
 
@@ -126,7 +127,7 @@ struct ModelConfig {
   int64_t num_layers = 24;
   std::vector<std::string> layers = {"kda", "kda", "kda", "mla"};
   double norm_eps = 1e-5;
-  NormKind norm = NormKind::kPlain;
+  NormWeight norm = NormWeight::kPlain;
   bool tie_embeddings = false;
   double initializer_range = 0.02;
   KdaConfig kda;

@@ -40,8 +40,8 @@ class LanguageModel {
 
   const ModelConfig& config() const { return config_; }
 
-  // Forward and backward of one micro-batch: adds the losses of its targets to loss_sum [1] f64 (without the z terms) and
-  // the z terms to z_sum [1] f64, and the gradient of grad_scale * (both sums) to the registry.
+  // Forward and backward of one micro-batch: adds the losses of its targets to loss_sum [1] f64 (without the z terms)
+  // and the z terms to z_sum [1] f64, and the gradient of grad_scale * (both sums) to the registry.
   void forward_backward(Context& context, const ModelInput& input, const LossOptions& options, Tensor loss_sum,
                         Tensor z_sum) const;
   // token_loss [N] f32 (f64): loss of each target, 0 where nothing is scored; overwritten.
@@ -55,22 +55,25 @@ class LanguageModel {
     int64_t num_tokens = 0;  // taken in so far
   };
   DecodeStates make_decode_states(Context& context, int64_t max_tokens) const;
-  // Continues by tokens [n] i32 (host) and gives the logits [n, vocab] after each.
+  // Continues by tokens [n] i32 and gives the logits [m, vocab] after each of the last m <= n.
   void extend(Context& context, DecodeStates& states, const Tensor& tokens, Tensor logits) const;
 
-  // Forward and backward FLOPs of one token in rows of row_length tokens: 6 * weights of products + 3 * the mixers' own.
-  // Recomputation is not counted.
+  // Forward and backward FLOPs of one token in rows of row_length tokens: 6 * weights of products + 3 * the mixers'
+  // own. Recomputation is not counted.
   double flops_per_token(int64_t row_length) const;
   struct FlopsOfKind {
-    std::string kind;   // "kda", "mla", ..., "mlp", "head"
-    int64_t count;      // layers of the kind
-    double per_token;   // forward and backward, all layers of the kind
+    std::string kind;  // "kda", "mla", ..., "mlp", "head"
+    int64_t count;     // layers of the kind
+    double per_token;  // forward and backward, all layers of the kind
   };
   std::vector<FlopsOfKind> flops_by_kind(int64_t row_length) const;  // adds up to flops_per_token
 
  private:
   struct Block;
   struct SavedBlock;
+
+  // norm(blocks(embedding)) [N, D] without keeping anything for backward; lies in `activations`.
+  Tensor forward_hidden(Context& context, const ModelInput& input) const;
 
   ModelConfig config_;
   ParameterRegistry& registry_;

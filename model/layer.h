@@ -39,7 +39,7 @@ class Branch {
  public:
   virtual ~Branch() = default;
 
-  // y [N, D] = f(x [N, D]); y overwritten.
+  // y [N, D] = f(x [N, D]); y overwritten. When y is absent only what backward needs is computed (recomputation).
   virtual std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x,
                                          Tensor y) const = 0;
   // dx [N, D] overwritten; gradients of the weights accumulated. x holds the same values as in forward.
@@ -49,8 +49,8 @@ class Branch {
 
 class TokenMixer : public Branch {
  public:
-  // FLOPs of one token, forward, beside the weights' products: 6 K V a head for delta layers, 2 H (dqk + dv) (T + 1) / 2
-  // for attention over rows of T tokens.
+  // FLOPs of one token, forward, beside the weights' products: 6 K V a head for delta layers, 2 H (dqk + dv) (T + 1) /
+  // 2 for attention over rows of T tokens.
   virtual double flops_per_token(int64_t row_length) const = 0;
 
   // Decoding one sequence of at most max_tokens. The state of a recurrent mixer does not grow with max_tokens.

@@ -17,14 +17,17 @@
 namespace palimpsest {
 
 enum class Init : uint8_t {
-  kNormal,      // normal(0, initializer_range)
+  kNormal,  // normal(0, initializer_range)
   kZeros,
   kOnes,
-  kLogUniform,  // A_log with the softplus gate: log of uniform(1, 16)
-  kDtBias,      // inverse softplus of dt, log-uniform in [1e-3, 1e-1], floor 1e-4
+  kLogUniform1To16,  // A_log of KDA with the softplus gate: log of uniform(1, 16)
+  kLogUniform0To16,  // A_log of Gated DeltaNet: log of uniform(0, 16), kept at or above log 0.01 (0 would be a dead
+                     // head)
+  kDtBias,           // inverse softplus of dt, log-uniform in [1e-3, 1e-1], floor 1e-4
 };
 
-// Whether AdamW's weight decay applies. Matrices and convolution kernels decay; norms, biases, A_log and dt_bias do not.
+// Whether AdamW's weight decay applies. Matrices and convolution kernels decay; norms, biases, A_log and dt_bias do
+// not.
 enum class WeightDecay : uint8_t { kNo, kYes };
 
 // How tensor parallelism cuts the parameter, and what one tensor rank's gradient is then.
@@ -96,5 +99,8 @@ class ParameterRegistry {
 
 // One line a parameter (name, shape, count, init, weight decay) and a total, for the start-up log and --dry-run.
 std::string parameter_table(const ParameterRegistry& registry);
+
+// The initial value of one element: a pure function of its arguments.
+double initial_value(const ParameterSpec& spec, uint64_t seed, int64_t global_index, double initializer_range);
 
 }  // namespace palimpsest

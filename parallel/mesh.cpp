@@ -15,7 +15,9 @@ MpiSession::MpiSession(int* argc, char*** argv) {
   MPI_Comm_size(MPI_COMM_WORLD, &world_size_);
 }
 
-MpiSession::~MpiSession() { MPI_Finalize(); }
+MpiSession::~MpiSession() {
+  MPI_Finalize();
+}
 
 void MpiSession::abort(int status) {
   MPI_Abort(MPI_COMM_WORLD, status);

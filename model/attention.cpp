@@ -1,0 +1,208 @@
+#include "model/attention.h"
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "kernels/attention.h"
+#include "kernels/elementwise.h"
+#include "kernels/linear.h"
+#include "kernels/rms_norm.h"
+
+namespace palimpsest {
+
+namespace {
+
+struct SavedAttention : Saved {
+  Tensor proj;            // [N, P]: all projections of x; q and k rotated in place when there are no norms
+  Tensor q, k;            // [N, H, d], [N, HKV, d]: normalised and rotated; columns of proj without norms
+  Tensor q_rstd, k_rstd;  // [N, H], [N, HKV]; absent without norms
+  Tensor o;               // [N, H, d], before the gate
+  Tensor lse;             // [N, H]
+};
+
+struct AttentionDecodeState : DecodeState {
+  Tensor k, v;  // [max_tokens, HKV, d], k normalised and rotated
+  int64_t length = 0;
+};
+
+}  // namespace
+
+Attention::Attention(const ModelConfig& config, const std::string& prefix, ParameterRegistry& registry)
+    : num_heads_(config.attention.num_heads),
+      num_kv_heads_(config.attention.num_kv_heads.value_or(config.attention.num_heads)),
+      head_dim_(config.attention.head_dim),
+      output_gate_(config.attention.output_gate),
+      scale_(1.0 / std::sqrt(static_cast<double>(head_dim_))),
+      norm_eps_(config.norm_eps),
+      norm_weight_(config.norm),
+      rope_(config.attention.rope, 0, config.attention.rope_dim.value_or(head_dim_), config.attention.rope_theta) {
+  const int64_t D = config.hidden_size, H = num_heads_, HKV = num_kv_heads_, d = head_dim_;
+  const std::string p = prefix + "self_attn.";
+  std::vector<ParameterSpec> projections = {{.name = p + "q_proj.weight", .shape = {H * d, D}},
+                                            {.name = p + "k_proj.weight", .shape = {HKV * d, D}},
+                                            {.name = p + "v_proj.weight", .shape = {HKV * d, D}}};
+  if (output_gate_) projections.push_back({.name = p + "g_proj.weight", .shape = {H * d, D}});
+  in_proj_ = &registry.declare_stack(std::move(projections));
+  if (config.attention.qk_norm) {
+    const auto norm = [&](const char* name) {
+      return ParameterSpec{.name = p + name,
+                           .shape = {d},
+                           .init = config.norm == NormWeight::kOneCentred ? Init::kZeros : Init::kOnes,
+                           .decay = WeightDecay::kNo,
+                           .split = TensorSplit::kPartialOverHeads,
+                           .in_product = InProduct::kNo};
+    };
+    q_norm_ = &registry.declare(norm("q_norm.weight"));
+    k_norm_ = &registry.declare(norm("k_norm.weight"));
+  }
+  o_proj_ = &registry.declare({.name = p + "o_proj.weight", .shape = {D, H * d}, .split = TensorSplit::kColumns});
+}
+
+Tensor Attention::q_columns(const Tensor& proj) const {
+  return proj.columns(0, num_heads_ * head_dim_).split_columns(num_heads_, head_dim_);
+}
+
+Tensor Attention::k_columns(const Tensor& proj) const {
+  return proj.columns(num_heads_ * head_dim_, num_kv_heads_ * head_dim_).split_columns(num_kv_heads_, head_dim_);
+}
+
+Tensor Attention::v_columns(const Tensor& proj) const {
+  return proj.columns((num_heads_ + num_kv_heads_) * head_dim_, num_kv_heads_ * head_dim_)
+      .split_columns(num_kv_heads_, head_dim_);
+}
+
+Tensor Attention::gate_columns(const Tensor& proj) const {
+  if (!output_gate_) return {};
+  return proj.columns((num_heads_ + 2 * num_kv_heads_) * head_dim_, num_heads_ * head_dim_)
+      .split_columns(num_heads_, head_dim_);
+}
+
+Tensor Attention::normalise(Context& context, Arena& arena, const Tensor& x, const Parameter* norm,
+                            Tensor& rstd) const {
+  if (!norm) return x;
+  rstd = arena.allocate(norm->value.dtype(), {x.dim(0), x.dim(1)});
+  const Tensor y = arena.allocate(context.dtype, x.shape());
+  rms_norm_forward(context.stream, y, rstd, x, norm->value, norm_eps_, norm_weight_);
+  return y;
+}
+
+std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const {
+  Stream& stream = context.stream;
+  Arena& keep = context.activations;
+  Arena::Scope scope(stream.scratch());
+  const int64_t N = x.dim(0), H = num_heads_, d = head_dim_;
+  auto saved = std::make_unique<SavedAttention>();
+  // 1. all projections of x
+  saved->proj = keep.allocate(context.dtype, {N, in_proj_->value.dim(0)});
+  linear_forward(stream, saved->proj, x, in_proj_->value, Write::kOverwrite);
+  // 2. norms of queries and keys
+  saved->q = normalise(context, keep, q_columns(saved->proj), q_norm_, saved->q_rstd);
+  saved->k = normalise(context, keep, k_columns(saved->proj), k_norm_, saved->k_rstd);
+  // 3. rotation, in place
+  rope_.forward(stream, saved->q, sequence.positions);
+  rope_.forward(stream, saved->k, sequence.positions);
+  // 4. attention
+  saved->o = keep.allocate(context.dtype, {N, H, d});
+  saved->lse = keep.allocate(o_proj_->value.dtype() == DType::kF64 ? DType::kF64 : DType::kF32, {N, H});
+  attention_forward(stream, saved->o, saved->lse, saved->q, saved->k, v_columns(saved->proj), scale_,
+                    sequence.documents, sequence.documents);
+  if (!y.defined()) return saved;
+  // 5. output gate
+  Tensor gated = saved->o;
+  if (output_gate_) {
+    gated = stream.scratch().allocate(context.dtype, {N, H, d});
+    sigmoid_gate_forward(stream, gated, saved->o, gate_columns(saved->proj));
+  }
+  // 6. output projection
+  linear_forward(stream, y, gated.merge_columns(), o_proj_->value, Write::kOverwrite);
+  return saved;
+}
+
+void Attention::backward(Context& context, const Sequence& sequence, const Saved& saved_base, const Tensor& x,
+                         const Tensor& dy, Tensor dx) const {
+  const auto& saved = static_cast<const SavedAttention&>(saved_base);
+  Stream& stream = context.stream;
+  Arena& scratch = stream.scratch();
+  Arena::Scope scope(scratch);
+  const int64_t N = x.dim(0), H = num_heads_, HKV = num_kv_heads_, d = head_dim_;
+  const Tensor d_proj = scratch.allocate(context.dtype, saved.proj.shape());
+  const Tensor d_o = scratch.allocate(context.dtype, {N, H, d});
+  // 6. recomputes the gated heads
+  linear_backward_input(stream, d_o.merge_columns(), dy, o_proj_->value, Write::kOverwrite);
+  Tensor gated = saved.o;
+  if (output_gate_) {
+    gated = scratch.allocate(context.dtype, {N, H, d});
+    sigmoid_gate_forward(stream, gated, saved.o, gate_columns(saved.proj));
+  }
+  linear_backward_weight(stream, o_proj_->grad, dy, gated.merge_columns());
+  // 5.
+  if (output_gate_) sigmoid_gate_backward(stream, d_o, gate_columns(d_proj), d_o, saved.o, gate_columns(saved.proj));
+  // 4.
+  const Tensor dq = q_norm_ ? scratch.allocate(context.dtype, {N, H, d}) : q_columns(d_proj);
+  const Tensor dk = k_norm_ ? scratch.allocate(context.dtype, {N, HKV, d}) : k_columns(d_proj);
+  attention_backward(stream,
+                     {.dq = dq,
+                      .dk = dk,
+                      .dv = v_columns(d_proj),
+                      .d_o = d_o,
+                      .q = saved.q,
+                      .k = saved.k,
+                      .v = v_columns(saved.proj),
+                      .o = saved.o,
+                      .lse = saved.lse,
+                      .scale = scale_},
+                     sequence.documents);
+  // 3.
+  rope_.backward(stream, dq, sequence.positions);
+  rope_.backward(stream, dk, sequence.positions);
+  // 2.
+  if (q_norm_)
+    rms_norm_backward(stream, q_columns(d_proj), q_norm_->grad, dq, q_columns(saved.proj), q_norm_->value, saved.q_rstd,
+                      norm_weight_);
+  if (k_norm_)
+    rms_norm_backward(stream, k_columns(d_proj), k_norm_->grad, dk, k_columns(saved.proj), k_norm_->value, saved.k_rstd,
+                      norm_weight_);
+  // 1.
+  linear_backward_weight(stream, in_proj_->grad, d_proj, x);
+  linear_backward_input(stream, dx, d_proj, in_proj_->value, Write::kOverwrite);
+}
+
+double Attention::flops_per_token(int64_t row_length) const {
+  return 2.0 * static_cast<double>(num_heads_ * 2 * head_dim_) * (static_cast<double>(row_length) + 1.0) / 2.0;
+}
+
+std::unique_ptr<DecodeState> Attention::make_decode_state(Context& context, int64_t max_tokens) const {
+  auto state = std::make_unique<AttentionDecodeState>();
+  state->k = context.activations.allocate(context.dtype, {max_tokens, num_kv_heads_, head_dim_});
+  state->v = context.activations.allocate(context.dtype, {max_tokens, num_kv_heads_, head_dim_});
+  return state;
+}
+
+void Attention::extend(Context& context, DecodeState& state_base, const Sequence& sequence, const Tensor& x,
+                       Tensor y) const {
+  auto& state = static_cast<AttentionDecodeState&>(state_base);
+  Stream& stream = context.stream;
+  Arena& scratch = stream.scratch();
+  Arena::Scope scope(scratch);
+  const int64_t N = x.dim(0), H = num_heads_, d = head_dim_;
+  CHECK(state.length + N <= state.k.dim(0), "the decode state is full: ", state.k.dim(0), " tokens");
+  const Tensor proj = scratch.allocate(context.dtype, {N, in_proj_->value.dim(0)});
+  linear_forward(stream, proj, x, in_proj_->value, Write::kOverwrite);
+  Tensor rstd;
+  const Tensor q = normalise(context, scratch, q_columns(proj), q_norm_, rstd);
+  const Tensor k = normalise(context, scratch, k_columns(proj), k_norm_, rstd);
+  rope_.forward(stream, q, sequence.positions);
+  rope_.forward(stream, k, sequence.positions);
+  copy(stream, state.k.rows(state.length, N), k);
+  copy(stream, state.v.rows(state.length, N), v_columns(proj));
+  state.length += N;
+  const Tensor o = scratch.allocate(context.dtype, {N, H, d});
+  const Tensor lse = scratch.allocate(o_proj_->value.dtype() == DType::kF64 ? DType::kF64 : DType::kF32, {N, H});
+  attention_forward(stream, o, lse, q, state.k.rows(0, state.length), state.v.rows(0, state.length), scale_,
+                    sequence.documents, Documents::single(state.length));
+  if (output_gate_) sigmoid_gate_forward(stream, o, o, gate_columns(proj));
+  linear_forward(stream, y, o.merge_columns(), o_proj_->value, Write::kOverwrite);
+}
+
+}  // namespace palimpsest

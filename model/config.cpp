@@ -1,0 +1,109 @@
+#include "model/config.h"
+
+#include <algorithm>
+
+#include "kernels/check.h"
+#include "kernels/delta_rule.h"
+#include "model/mixers.h"
+
+namespace palimpsest {
+
+namespace {
+
+void require_positive(const char* field, int64_t value) {
+  if (value < 1) throw_user_error("model.", field, " is ", value, ", must be at least 1");
+}
+
+void require_multiple(const char* field, int64_t value, const char* of, int64_t divisor) {
+  if (value % divisor != 0)
+    throw_user_error("model.", field, " is ", value, ", must be a multiple of ", of, " = ", divisor);
+}
+
+void require_conv_size(const char* field, int64_t value) {
+  if (value < 1 || value > 4) throw_user_error("model.", field, " is ", value, ", must be from 1 to 4");
+}
+
+void require_even(const char* field, int64_t value) {
+  if (value < 2 || value % 2 != 0) throw_user_error("model.", field, " is ", value, ", must be even and at least 2");
+}
+
+void validate_kda(const KdaConfig& kda) {
+  require_positive("kda.num_heads", kda.num_heads);
+  require_positive("kda.head_dim", kda.head_dim);
+  if (kda.num_value_heads) {
+    require_positive("kda.num_value_heads", *kda.num_value_heads);
+    require_multiple("kda.num_value_heads", *kda.num_value_heads, "num_heads", kda.num_heads);
+  }
+  if (kda.head_dim > kMaxKeySize)
+    throw_user_error("model.kda.head_dim is ", kda.head_dim, ", must be at most ", kMaxKeySize);
+  require_conv_size("kda.conv_size", kda.conv_size);
+  if (kda.gate_lower_bound && !(*kda.gate_lower_bound < 0))
+    throw_user_error("model.kda.gate_lower_bound is ", *kda.gate_lower_bound, ", must be negative, or null");
+}
+
+void validate_gdn(const GdnConfig& gdn) {
+  require_positive("gdn.num_heads", gdn.num_heads);
+  require_positive("gdn.head_dim", gdn.head_dim);
+  if (gdn.num_value_heads) {
+    require_positive("gdn.num_value_heads", *gdn.num_value_heads);
+    require_multiple("gdn.num_value_heads", *gdn.num_value_heads, "num_heads", gdn.num_heads);
+  }
+  if (gdn.value_head_dim) require_positive("gdn.value_head_dim", *gdn.value_head_dim);
+  if (gdn.head_dim > kMaxKeySize)
+    throw_user_error("model.gdn.head_dim is ", gdn.head_dim, ", must be at most ", kMaxKeySize);
+  require_conv_size("gdn.conv_size", gdn.conv_size);
+}
+
+void validate_mla(const MlaConfig& mla) {
+  require_positive("mla.num_heads", mla.num_heads);
+  if (mla.q_lora_rank) require_positive("mla.q_lora_rank", *mla.q_lora_rank);
+  require_positive("mla.kv_lora_rank", mla.kv_lora_rank);
+  require_positive("mla.qk_nope_head_dim", mla.qk_nope_head_dim);
+  require_even("mla.qk_rope_head_dim", mla.qk_rope_head_dim);
+  require_positive("mla.v_head_dim", mla.v_head_dim);
+  if (!(mla.rope_theta > 0)) throw_user_error("model.mla.rope_theta is ", mla.rope_theta, ", must be positive");
+}
+
+void validate_attention(const AttentionConfig& attention) {
+  require_positive("attention.num_heads", attention.num_heads);
+  require_positive("attention.head_dim", attention.head_dim);
+  if (attention.num_kv_heads) {
+    require_positive("attention.num_kv_heads", *attention.num_kv_heads);
+    require_multiple("attention.num_heads", attention.num_heads, "num_kv_heads", *attention.num_kv_heads);
+  }
+  if (attention.rope == RopeKind::kNone) return;
+  const int64_t rope_dim = attention.rope_dim.value_or(attention.head_dim);
+  require_even("attention.rope_dim", rope_dim);
+  if (rope_dim > attention.head_dim)
+    throw_user_error("model.attention.rope_dim is ", rope_dim, ", must be at most head_dim = ", attention.head_dim);
+  if (!(attention.rope_theta > 0))
+    throw_user_error("model.attention.rope_theta is ", attention.rope_theta, ", must be positive");
+}
+
+}  // namespace
+
+void validate(const ModelConfig& config) {
+  require_positive("vocab_size", config.vocab_size);
+  if (config.vocab_size > INT32_MAX) throw_user_error("model.vocab_size is ", config.vocab_size, ", must fit 31 bits");
+  require_positive("hidden_size", config.hidden_size);
+  require_positive("num_layers", config.num_layers);
+  require_positive("mlp.intermediate_size", config.mlp.intermediate_size);
+  if (config.layers.empty()) throw_user_error("model.layers is empty, must name at least one token mixer");
+  if (!(config.norm_eps > 0)) throw_user_error("model.norm_eps is ", config.norm_eps, ", must be positive");
+  if (!(config.initializer_range > 0))
+    throw_user_error("model.initializer_range is ", config.initializer_range, ", must be positive");
+  const auto uses = [&](const char* kind) {
+    return std::find(config.layers.begin(), config.layers.end(), kind) != config.layers.end();
+  };
+  if (uses("kda")) validate_kda(config.kda);
+  if (uses("gdn")) validate_gdn(config.gdn);
+  if (uses("mla")) validate_mla(config.mla);
+  if (uses("attention")) validate_attention(config.attention);
+  // Unknown kinds are refused by the factory, which knows the list.
+  for (const std::string& kind : config.layers) {
+    ParameterRegistry rehearsal;
+    make_mixer(kind, config, "", rehearsal);
+  }
+}
+
+}  // namespace palimpsest

@@ -1,0 +1,228 @@
+#include "model/delta_mixer.h"
+
+#include <utility>
+
+#include "kernels/elementwise.h"
+#include "kernels/linear.h"
+#include "kernels/short_conv.h"
+
+namespace palimpsest {
+
+namespace {
+
+struct SavedDelta : Saved {
+  Tensor proj;   // [N, P]: all projections of x
+  Tensor decay;  // [N, HV*K]: decay logits of low rank, or absent
+  Tensor gate;   // [N, HV*V]: output gate of low rank, or absent
+  Tensor o;      // [N, HV, V]
+  Tensor rstd;   // [N, HV]
+  DeltaRuleSaved delta;
+};
+
+struct DeltaDecodeState : DecodeState {
+  Tensor conv;   // [1, W-1, C]: the last inputs of the short convolution; absent when nothing is carried
+  Tensor state;  // [1, HV, K, V]
+};
+
+}  // namespace
+
+Tensor DeltaMixer::conv_columns(const Tensor& proj) const {
+  return proj.columns(0, parts_.conv_channels());
+}
+
+Tensor DeltaMixer::decay_columns(const Tensor& proj) const {
+  return proj.columns(parts_.conv_channels(), parts_.decay_rows);
+}
+
+Tensor DeltaMixer::gate_columns(const Tensor& proj) const {
+  return proj.columns(parts_.conv_channels() + parts_.decay_rows, parts_.gate_rows);
+}
+
+Tensor DeltaMixer::output_gate(const Tensor& proj, const Tensor& gate) const {
+  return (gate.defined() ? gate : gate_columns(proj)).split_columns(parts_.num_value_heads, parts_.value_size);
+}
+
+Tensor DeltaMixer::allocate_decay(Arena& arena, DType dtype, int64_t N) const {
+  return parts_.decay_b ? arena.allocate(dtype, {N, parts_.decay_b->value.dim(0)}) : Tensor();
+}
+
+Tensor DeltaMixer::allocate_gate(Arena& arena, DType dtype, int64_t N) const {
+  return parts_.gate_b ? arena.allocate(dtype, {N, parts_.gate_b->value.dim(0)}) : Tensor();
+}
+
+void DeltaMixer::second_projections(Stream& stream, const Tensor& proj, const Tensor& decay, const Tensor& gate) const {
+  if (decay.defined()) linear_forward(stream, decay, decay_columns(proj), parts_.decay_b->value, Write::kOverwrite);
+  if (gate.defined()) linear_forward(stream, gate, gate_columns(proj), parts_.gate_b->value, Write::kOverwrite);
+}
+
+DeltaRuleInputs DeltaMixer::delta_inputs(const Tensor& convolved, const Tensor& proj, const Tensor& decay) const {
+  const int64_t H = parts_.num_heads, HV = parts_.num_value_heads, K = parts_.key_size, V = parts_.value_size;
+  DeltaRuleInputs in;
+  in.q = convolved.columns(0, H * K).split_columns(H, K);
+  in.k = convolved.columns(H * K, H * K).split_columns(H, K);
+  in.v = convolved.columns(2 * H * K, HV * V).split_columns(HV, V);
+  if (parts_.beta_rows > 0) in.beta_logit = proj.columns(proj.dim(1) - parts_.beta_rows, parts_.beta_rows);
+  if (parts_.options.decay == Decay::kVector) {
+    in.gate_logit = (decay.defined() ? decay : decay_columns(proj)).split_columns(HV, K);
+    in.dt_bias = parts_.dt_bias->value.view({HV, K});
+  } else if (parts_.options.decay == Decay::kScalar) {
+    in.gate_logit = decay.defined() ? decay : decay_columns(proj);
+    in.dt_bias = parts_.dt_bias->value;
+  }
+  if (parts_.A_log) in.A_log = parts_.A_log->value;
+  return in;
+}
+
+Tensor DeltaMixer::convolve(Context& context, const Sequence& sequence, const Tensor& proj) const {
+  if (!parts_.conv) return conv_columns(proj);
+  const Tensor convolved = context.stream.scratch().allocate(context.dtype, {proj.dim(0), parts_.conv_channels()});
+  short_conv_forward(context.stream, convolved, conv_columns(proj), parts_.conv->value, {}, sequence.documents,
+                     ConvActivation::kSilu);
+  return convolved;
+}
+
+std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& sequence, const Tensor& x,
+                                           Tensor y) const {
+  Stream& stream = context.stream;
+  Arena& keep = context.activations;
+  Arena::Scope scope(stream.scratch());
+  const int64_t N = x.dim(0), HV = parts_.num_value_heads, V = parts_.value_size;
+  auto saved = std::make_unique<SavedDelta>();
+  // 1. all projections of x
+  saved->proj = keep.allocate(context.dtype, {N, parts_.in_proj->value.dim(0)});
+  linear_forward(stream, saved->proj, x, parts_.in_proj->value, Write::kOverwrite);
+  // 2. decay logits and output gate of low rank
+  saved->decay = allocate_decay(keep, context.dtype, N);
+  saved->gate = allocate_gate(keep, context.dtype, N);
+  second_projections(stream, saved->proj, saved->decay, saved->gate);
+  // 3. short convolution of q, k, v
+  const Tensor convolved = convolve(context, sequence, saved->proj);
+  // 4. delta rule
+  const DeltaRuleInputs in = delta_inputs(convolved, saved->proj, saved->decay);
+  saved->o = keep.allocate(context.dtype, {N, HV, V});
+  saved->delta =
+      allocate_delta_rule_saved(keep, context.dtype, delta_rule_shape(in, sequence.documents), parts_.options);
+  delta_rule_forward(stream, {.o = saved->o}, saved->delta, in, parts_.options, sequence.documents);
+  // 5. gated norm
+  saved->rstd = keep.allocate(statistics_dtype(), {N, HV});
+  const Tensor normed = stream.scratch().allocate(context.dtype, {N, HV, V});
+  gated_rms_norm_forward(stream, normed, saved->rstd, saved->o, output_gate(saved->proj, saved->gate),
+                         parts_.o_norm->value, parts_.norm_eps, parts_.gate_activation);
+  // 6. output projection
+  if (y.defined()) linear_forward(stream, y, normed.merge_columns(), parts_.o_proj->value, Write::kOverwrite);
+  return saved;
+}
+
+void DeltaMixer::backward(Context& context, const Sequence& sequence, const Saved& saved_base, const Tensor& x,
+                          const Tensor& dy, Tensor dx) const {
+  const auto& saved = static_cast<const SavedDelta&>(saved_base);
+  Stream& stream = context.stream;
+  Arena& scratch = stream.scratch();
+  Arena::Scope scope(scratch);
+  const int64_t N = x.dim(0), HV = parts_.num_value_heads, V = parts_.value_size;
+  const Tensor z = output_gate(saved.proj, saved.gate);
+  const Tensor d_proj = scratch.allocate(context.dtype, saved.proj.shape());
+  const Tensor d_decay = allocate_decay(scratch, context.dtype, N);
+  const Tensor d_gate = allocate_gate(scratch, context.dtype, N);
+  const Tensor d_o = scratch.allocate(context.dtype, {N, HV, V});
+  {
+    Arena::Scope inner(scratch);
+    const Tensor normed = scratch.allocate(context.dtype, {N, HV, V});
+    const Tensor d_normed = scratch.allocate(context.dtype, {N, HV, V});
+    const Tensor rstd = scratch.allocate(statistics_dtype(), {N, HV});
+    // 6. recomputes the normed heads
+    gated_rms_norm_forward(stream, normed, rstd, saved.o, z, parts_.o_norm->value, parts_.norm_eps,
+                           parts_.gate_activation);
+    linear_backward_weight(stream, parts_.o_proj->grad, dy, normed.merge_columns());
+    linear_backward_input(stream, d_normed.merge_columns(), dy, parts_.o_proj->value, Write::kOverwrite);
+    // 5.
+    gated_rms_norm_backward(stream, d_o, output_gate(d_proj, d_gate), parts_.o_norm->grad, d_normed, saved.o, z,
+                            parts_.o_norm->value, saved.rstd, parts_.gate_activation);
+  }
+  // 4. recomputes the convolution
+  const Tensor convolved = convolve(context, sequence, saved.proj);
+  const Tensor d_convolved =
+      parts_.conv ? scratch.allocate(context.dtype, {N, parts_.conv_channels()}) : conv_columns(d_proj);
+  const DeltaRuleInputs in = delta_inputs(convolved, saved.proj, saved.decay);
+  const DeltaRuleInputs d_in = delta_inputs(d_convolved, d_proj, d_decay);
+  DeltaRuleGrads grads = {
+      .dq = d_in.q, .dk = d_in.k, .dv = d_in.v, .dbeta_logit = d_in.beta_logit, .dgate_logit = d_in.gate_logit};
+  if (parts_.A_log) grads.dA_log = parts_.A_log->grad;
+  if (parts_.dt_bias) grads.ddt_bias = parts_.dt_bias->grad.view(in.dt_bias.shape());
+  delta_rule_backward(stream, grads, d_o, {}, saved.delta, in, parts_.options, sequence.documents);
+  // 3.
+  if (parts_.conv)
+    short_conv_backward(stream, conv_columns(d_proj), parts_.conv->grad, {}, d_convolved, conv_columns(saved.proj),
+                        parts_.conv->value, {}, {}, sequence.documents, ConvActivation::kSilu);
+  // 2.
+  if (parts_.gate_b) {
+    linear_backward_weight(stream, parts_.gate_b->grad, d_gate, gate_columns(saved.proj));
+    linear_backward_input(stream, gate_columns(d_proj), d_gate, parts_.gate_b->value, Write::kOverwrite);
+  }
+  if (parts_.decay_b) {
+    linear_backward_weight(stream, parts_.decay_b->grad, d_decay, decay_columns(saved.proj));
+    linear_backward_input(stream, decay_columns(d_proj), d_decay, parts_.decay_b->value, Write::kOverwrite);
+  }
+  // 1.
+  linear_backward_weight(stream, parts_.in_proj->grad, d_proj, x);
+  linear_backward_input(stream, dx, d_proj, parts_.in_proj->value, Write::kOverwrite);
+}
+
+double DeltaMixer::flops_per_token(int64_t) const {
+  return static_cast<double>(parts_.num_value_heads) * delta_rule_flops(parts_.key_size, parts_.value_size);
+}
+
+std::unique_ptr<DecodeState> DeltaMixer::make_decode_state(Context& context, int64_t) const {
+  auto state = std::make_unique<DeltaDecodeState>();
+  const int64_t window = parts_.conv ? parts_.conv->value.dim(2) - 1 : 0;
+  if (window > 0) {
+    state->conv = context.activations.allocate(context.dtype, {1, window, parts_.conv_channels()});
+    fill_zero(context.stream, state->conv);
+  }
+  state->state =
+      context.activations.allocate(statistics_dtype(), {1, parts_.num_value_heads, parts_.key_size, parts_.value_size});
+  fill_zero(context.stream, state->state);
+  return state;
+}
+
+void DeltaMixer::extend(Context& context, DecodeState& state_base, const Sequence& sequence, const Tensor& x,
+                        Tensor y) const {
+  auto& state = static_cast<DeltaDecodeState&>(state_base);
+  Stream& stream = context.stream;
+  Arena& scratch = stream.scratch();
+  Arena::Scope scope(scratch);
+  const int64_t N = x.dim(0), HV = parts_.num_value_heads, V = parts_.value_size;
+  // 1. and 2. projections
+  const Tensor proj = scratch.allocate(context.dtype, {N, parts_.in_proj->value.dim(0)});
+  linear_forward(stream, proj, x, parts_.in_proj->value, Write::kOverwrite);
+  const Tensor decay = allocate_decay(scratch, context.dtype, N);
+  const Tensor gate = allocate_gate(scratch, context.dtype, N);
+  second_projections(stream, proj, decay, gate);
+  // 3. convolution, continuing from the last inputs
+  Tensor convolved = conv_columns(proj);
+  if (parts_.conv) {
+    convolved = scratch.allocate(context.dtype, {N, parts_.conv_channels()});
+    short_conv_forward(stream, convolved, conv_columns(proj), parts_.conv->value, state.conv, sequence.documents,
+                       ConvActivation::kSilu);
+    if (state.conv.defined())
+      short_conv_final_state(stream, state.conv, conv_columns(proj), state.conv, sequence.documents);
+  }
+  // 4. recurrence, continuing from the state
+  DeltaRuleInputs in = delta_inputs(convolved, proj, decay);
+  in.initial_state = state.state;
+  DeltaRuleOptions options = parts_.options;
+  options.save_level = SaveLevel::kNothing;
+  if (N == 1) options.form = DeltaForm::kRecurrence;
+  const Tensor o = scratch.allocate(context.dtype, {N, HV, V});
+  const Tensor next_state = scratch.allocate(state.state.dtype(), state.state.shape());
+  delta_rule_forward(stream, {.o = o, .final_state = next_state}, {}, in, options, sequence.documents);
+  copy(stream, state.state, next_state);
+  // 5. and 6. gated norm and output projection
+  const Tensor normed = scratch.allocate(context.dtype, {N, HV, V});
+  const Tensor rstd = scratch.allocate(statistics_dtype(), {N, HV});
+  gated_rms_norm_forward(stream, normed, rstd, o, output_gate(proj, gate), parts_.o_norm->value, parts_.norm_eps,
+                         parts_.gate_activation);
+  linear_forward(stream, y, normed.merge_columns(), parts_.o_proj->value, Write::kOverwrite);
+}
+
+}  // namespace palimpsest

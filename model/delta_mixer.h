@@ -1,0 +1,69 @@
+// The token mixer of the delta-rule family. Kimi Delta Attention, Gated DeltaNet and their relatives are one chain of
+// ops that differ in which projections exist; each has a file that declares its parameters and describes itself with
+// DeltaMixerParts. For each token, per value head:
+//
+//   q, k, v = short convolutions of linear maps of x           f = decay logits      z = output gate      b = write
+//   logits o = delta rule (kernels/delta_rule.h)                      y = Wo ( w * n(o) * phi(z) )
+#pragma once
+
+#include "kernels/delta_rule.h"
+#include "kernels/rms_norm.h"
+#include "model/layer.h"
+#include "model/parameters.h"
+
+namespace palimpsest {
+
+struct DeltaMixerParts {
+  int64_t num_heads = 0, num_value_heads = 0, key_size = 0, value_size = 0;  // H, HV, K, V
+  DeltaRuleOptions options;
+  GateActivation gate_activation = GateActivation::kSigmoid;
+  double norm_eps = 1e-5;
+
+  // All projections of x, stacked in this order: q [H*K], k [H*K], v [HV*V], decay [decay_rows], gate [gate_rows],
+  // beta [beta_rows]. A decay or gate of low rank passes through its second matrix.
+  ParameterStack* in_proj = nullptr;
+  int64_t decay_rows = 0, gate_rows = 0, beta_rows = 0;
+  Parameter* decay_b = nullptr;    // [HV*K, decay_rows], or null: the rows of in_proj are the logits
+  Parameter* gate_b = nullptr;     // [HV*V, gate_rows], or null: the rows of in_proj are the gate
+  ParameterStack* conv = nullptr;  // [2*H*K + HV*V, 1, W], or null: q, k, v are used as they are
+  Parameter* A_log = nullptr;      // [HV]; null without decay
+  Parameter* dt_bias = nullptr;    // [HV*K] or [HV]; null without decay
+  Parameter* o_norm = nullptr;     // [V]
+  Parameter* o_proj = nullptr;     // [D, HV*V]
+
+  int64_t conv_channels() const { return 2 * num_heads * key_size + num_value_heads * value_size; }
+};
+
+class DeltaMixer : public TokenMixer {
+ public:
+  explicit DeltaMixer(const DeltaMixerParts& parts) : parts_(parts) {}
+
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
+  void backward(Context& context, const Sequence& sequence, const Saved& saved, const Tensor& x, const Tensor& dy,
+                Tensor dx) const override;
+  double flops_per_token(int64_t row_length) const override;
+  std::unique_ptr<DecodeState> make_decode_state(Context& context, int64_t max_tokens) const override;
+  void extend(Context& context, DecodeState& state, const Sequence& sequence, const Tensor& x, Tensor y) const override;
+
+ private:
+  // Columns of the stacked projection [N, P], or of its gradient.
+  Tensor conv_columns(const Tensor& proj) const;   // [N, C]
+  Tensor decay_columns(const Tensor& proj) const;  // [N, decay_rows]
+  Tensor gate_columns(const Tensor& proj) const;   // [N, gate_rows]
+  // The op's inputs from the convolved columns [N, C], the projection [N, P] and the decay logits `decay` [N, HV*K]
+  // (absent when they are columns of proj). Given gradients instead, the places of the op's gradients.
+  DeltaRuleInputs delta_inputs(const Tensor& convolved, const Tensor& proj, const Tensor& decay) const;
+  // The output gate as heads [N, HV, V]; `gate` is the low-rank gate [N, HV*V], absent when it is columns of proj.
+  Tensor output_gate(const Tensor& proj, const Tensor& gate) const;
+  void second_projections(Stream& stream, const Tensor& proj, const Tensor& decay, const Tensor& gate) const;
+  // Room for the two low-rank results; absent tensors where there is no second matrix.
+  Tensor allocate_decay(Arena& arena, DType dtype, int64_t N) const;
+  Tensor allocate_gate(Arena& arena, DType dtype, int64_t N) const;
+  // q, k, v after the convolution [N, C], in scratch memory; the columns themselves when there is none.
+  Tensor convolve(Context& context, const Sequence& sequence, const Tensor& proj) const;
+  DType statistics_dtype() const { return parts_.o_norm->value.dtype(); }
+
+  DeltaMixerParts parts_;
+};
+
+}  // namespace palimpsest

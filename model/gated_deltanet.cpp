@@ -1,0 +1,63 @@
+#include "model/gated_deltanet.h"
+
+#include <cmath>
+
+#include "model/delta_mixer.h"
+
+namespace palimpsest {
+
+std::unique_ptr<TokenMixer> make_gated_deltanet(const ModelConfig& config, const std::string& prefix,
+                                                ParameterRegistry& registry) {
+  const GdnConfig& gdn = config.gdn;
+  const int64_t D = config.hidden_size, H = gdn.num_heads, HV = gdn.num_value_heads.value_or(H);
+  const int64_t K = gdn.head_dim, V = gdn.value_head_dim.value_or(K);
+  const std::string p = prefix + "linear_attn.";
+
+  DeltaMixerParts parts;
+  parts.num_heads = H;
+  parts.num_value_heads = HV;
+  parts.key_size = K;
+  parts.value_size = V;
+  parts.options = {.decay = Decay::kScalar,
+                   .gate = Gate::kSoftplus,
+                   .beta_scale = gdn.negative_eigenvalues ? 2.0 : 1.0,
+                   .scale = 1.0 / std::sqrt(static_cast<double>(K))};
+  parts.gate_activation = GateActivation::kSilu;
+  parts.norm_eps = config.norm_eps;
+
+  parts.decay_rows = HV;
+  parts.gate_rows = HV * V;
+  parts.beta_rows = HV;
+  parts.in_proj = &registry.declare_stack({{.name = p + "q_proj.weight", .shape = {H * K, D}},
+                                           {.name = p + "k_proj.weight", .shape = {H * K, D}},
+                                           {.name = p + "v_proj.weight", .shape = {HV * V, D}},
+                                           {.name = p + "a_proj.weight", .shape = {HV, D}},
+                                           {.name = p + "z_proj.weight", .shape = {HV * V, D}},
+                                           {.name = p + "b_proj.weight", .shape = {HV, D}}});
+  const auto taps = [&](const char* name, int64_t channels) {
+    return ParameterSpec{.name = p + name, .shape = {channels, 1, gdn.conv_size}, .in_product = InProduct::kNo};
+  };
+  parts.conv = &registry.declare_stack(
+      {taps("q_conv1d.weight", H * K), taps("k_conv1d.weight", H * K), taps("v_conv1d.weight", HV * V)});
+  parts.A_log = &registry.declare({.name = p + "A_log",
+                                   .shape = {HV},
+                                   .init = Init::kLogUniform0To16,
+                                   .decay = WeightDecay::kNo,
+                                   .in_product = InProduct::kNo});
+  parts.dt_bias = &registry.declare({.name = p + "dt_bias",
+                                     .shape = {HV},
+                                     .init = Init::kDtBias,
+                                     .decay = WeightDecay::kNo,
+                                     .in_product = InProduct::kNo});
+  parts.o_norm = &registry.declare({.name = p + "norm.weight",
+                                    .shape = {V},
+                                    .init = Init::kOnes,
+                                    .decay = WeightDecay::kNo,
+                                    .split = TensorSplit::kPartialOverHeads,
+                                    .in_product = InProduct::kNo});
+  parts.o_proj =
+      &registry.declare({.name = p + "out_proj.weight", .shape = {D, HV * V}, .split = TensorSplit::kColumns});
+  return std::make_unique<DeltaMixer>(parts);
+}
+
+}  // namespace palimpsest

@@ -1,0 +1,75 @@
+#include "model/kda.h"
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "model/delta_mixer.h"
+
+namespace palimpsest {
+
+std::unique_ptr<TokenMixer> make_kda(const ModelConfig& config, const std::string& prefix,
+                                     ParameterRegistry& registry) {
+  const KdaConfig& kda = config.kda;
+  const int64_t D = config.hidden_size, H = kda.num_heads, HV = kda.num_value_heads.value_or(H);
+  const int64_t K = kda.head_dim, V = kda.head_dim;
+  const int64_t R = kda.head_dim;  // rank of the decay and of the output gate
+  const std::string p = prefix + "self_attn.";
+
+  DeltaMixerParts parts;
+  parts.num_heads = H;
+  parts.num_value_heads = HV;
+  parts.key_size = K;
+  parts.value_size = V;
+  parts.options = {.decay = Decay::kVector,
+                   .gate = kda.gate_lower_bound ? Gate::kBounded : Gate::kSoftplus,
+                   .gate_lower_bound = kda.gate_lower_bound.value_or(-5.0),
+                   .beta_scale = kda.negative_eigenvalues ? 2.0 : 1.0,
+                   .scale = 1.0 / std::sqrt(static_cast<double>(K))};
+  parts.gate_activation = GateActivation::kSigmoid;
+  parts.norm_eps = config.norm_eps;
+
+  parts.decay_rows = R;
+  parts.gate_rows = kda.full_rank_gate ? HV * V : R;
+  parts.beta_rows = HV;
+  std::vector<ParameterSpec> projections = {
+      {.name = p + "q_proj.weight", .shape = {H * K, D}},
+      {.name = p + "k_proj.weight", .shape = {H * K, D}},
+      {.name = p + "v_proj.weight", .shape = {HV * V, D}},
+      {.name = p + "f_a_proj.weight", .shape = {R, D}, .split = TensorSplit::kPartialOverHeads}};
+  if (kda.full_rank_gate) {
+    projections.push_back({.name = p + "g_proj.weight", .shape = {HV * V, D}});
+  } else {
+    projections.push_back({.name = p + "g_a_proj.weight", .shape = {R, D}, .split = TensorSplit::kPartialOverHeads});
+  }
+  projections.push_back({.name = p + "b_proj.weight", .shape = {HV, D}});
+  parts.in_proj = &registry.declare_stack(std::move(projections));
+
+  const auto taps = [&](const char* name, int64_t channels) {
+    return ParameterSpec{.name = p + name, .shape = {channels, 1, kda.conv_size}, .in_product = InProduct::kNo};
+  };
+  parts.conv = &registry.declare_stack(
+      {taps("q_conv1d.weight", H * K), taps("k_conv1d.weight", H * K), taps("v_conv1d.weight", HV * V)});
+  parts.decay_b = &registry.declare({.name = p + "f_b_proj.weight", .shape = {HV * K, R}});
+  if (!kda.full_rank_gate) parts.gate_b = &registry.declare({.name = p + "g_b_proj.weight", .shape = {HV * V, R}});
+  parts.A_log = &registry.declare({.name = p + "A_log",
+                                   .shape = {HV},
+                                   .init = kda.gate_lower_bound ? Init::kZeros : Init::kLogUniform1To16,
+                                   .decay = WeightDecay::kNo,
+                                   .in_product = InProduct::kNo});
+  parts.dt_bias = &registry.declare({.name = p + "dt_bias",
+                                     .shape = {HV * K},
+                                     .init = Init::kDtBias,
+                                     .decay = WeightDecay::kNo,
+                                     .in_product = InProduct::kNo});
+  parts.o_norm = &registry.declare({.name = p + "o_norm.weight",
+                                    .shape = {V},
+                                    .init = Init::kOnes,
+                                    .decay = WeightDecay::kNo,
+                                    .split = TensorSplit::kPartialOverHeads,
+                                    .in_product = InProduct::kNo});
+  parts.o_proj = &registry.declare({.name = p + "o_proj.weight", .shape = {D, HV * V}, .split = TensorSplit::kColumns});
+  return std::make_unique<DeltaMixer>(parts);
+}
+
+}  // namespace palimpsest

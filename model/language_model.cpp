@@ -1,0 +1,213 @@
+#include "model/language_model.h"
+
+#include <fmt/format.h>
+
+#include <map>
+#include <utility>
+
+#include "kernels/elementwise.h"
+#include "kernels/embedding.h"
+#include "kernels/linear.h"
+#include "kernels/rms_norm.h"
+#include "model/head.h"
+#include "model/mixers.h"
+#include "model/mlp.h"
+#include "model/residual.h"
+
+namespace palimpsest {
+
+struct LanguageModel::Block {
+  std::string kind;
+  std::unique_ptr<TokenMixer> mixer;
+  std::unique_ptr<Mlp> mlp;
+  Parameter* mixer_norm;           // [D]
+  Parameter* mlp_norm;             // [D]
+  int64_t mixer_product_elements;  // weights in matrix products, for the FLOP count
+  int64_t mlp_product_elements;
+
+  Residual mixer_half(const ModelConfig& config) const { return {*mixer, *mixer_norm, config.norm_eps, config.norm}; }
+  Residual mlp_half(const ModelConfig& config) const { return {*mlp, *mlp_norm, config.norm_eps, config.norm}; }
+};
+
+struct LanguageModel::SavedBlock {
+  SavedResidual mixer, mlp;
+};
+
+namespace {
+
+ParameterSpec block_norm(const ModelConfig& config, std::string name) {
+  return {.name = std::move(name),
+          .shape = {config.hidden_size},
+          .init = config.norm == NormWeight::kOneCentred ? Init::kZeros : Init::kOnes,
+          .decay = WeightDecay::kNo,
+          .split = TensorSplit::kPartialOverTokens,
+          .in_product = InProduct::kNo};
+}
+
+}  // namespace
+
+LanguageModel::LanguageModel(const ModelConfig& config, ParameterRegistry& registry)
+    : config_(config), registry_(registry) {
+  validate(config);
+  const Shape vocab_shape = {config.vocab_size, config.hidden_size};
+  embedding_ = &registry.declare({.name = "model.embed_tokens.weight",
+                                  .shape = vocab_shape,
+                                  .in_product = config.tie_embeddings ? InProduct::kYes : InProduct::kNo});
+  for (int64_t i = 0; i < config.num_layers; ++i) {
+    const std::string prefix = fmt::format("model.layers.{}.", i);
+    Block block;
+    block.kind = config.layer_kind(i);
+    const int64_t before = registry.num_product_elements();
+    block.mixer = make_mixer(block.kind, config, prefix, registry);
+    const int64_t between = registry.num_product_elements();
+    block.mlp = std::make_unique<Mlp>(config.mlp, config.hidden_size, prefix + "mlp.", registry);
+    block.mixer_product_elements = between - before;
+    block.mlp_product_elements = registry.num_product_elements() - between;
+    block.mixer_norm = &registry.declare(block_norm(config, prefix + "input_layernorm.weight"));
+    block.mlp_norm = &registry.declare(block_norm(config, prefix + "post_attention_layernorm.weight"));
+    blocks_.push_back(std::move(block));
+  }
+  final_norm_ = &registry.declare(block_norm(config, "model.norm.weight"));
+  head_ = config.tie_embeddings ? embedding_ : &registry.declare({.name = "lm_head.weight", .shape = vocab_shape});
+}
+
+LanguageModel::~LanguageModel() = default;
+
+void LanguageModel::forward_backward(Context& context, const ModelInput& input, const LossOptions& options,
+                                     Tensor loss_sum, Tensor z_sum) const {
+  Stream& stream = context.stream;
+  Arena& keep = context.activations;
+  Arena::Scope scope(keep);
+  const int64_t N = input.tokens.dim(0), D = config_.hidden_size;
+  const Keep keep_mixer = options.checkpointing == ActivationCheckpointing::kFull ? Keep::kRecompute : Keep::kSaved;
+  const Keep keep_mlp = options.checkpointing == ActivationCheckpointing::kNone ? Keep::kSaved : Keep::kRecompute;
+
+  // 1. embedding
+  Tensor x = keep.allocate(context.dtype, {N, D});
+  embedding_forward(stream, x, input.tokens, embedding_->value);
+  // 2. blocks
+  std::vector<SavedBlock> saved;
+  saved.reserve(blocks_.size());
+  const auto run_half = [&](const Residual& half, Keep keep_half) {
+    const Tensor y = keep.allocate(context.dtype, {N, D});
+    SavedResidual result = half.forward(context, input.sequence, x, y, keep_half);
+    x = y;
+    return result;
+  };
+  for (const Block& block : blocks_) {
+    SavedBlock saved_block;
+    saved_block.mixer = run_half(block.mixer_half(config_), keep_mixer);
+    saved_block.mlp = run_half(block.mlp_half(config_), keep_mlp);
+    saved.push_back(std::move(saved_block));
+  }
+  // 3. and 4. final norm and head, forward and backward
+  const Tensor d = keep.allocate(context.dtype, {N, D});
+  {
+    Arena::Scope inner(stream.scratch());
+    const Tensor rstd = stream.scratch().allocate(final_norm_->value.dtype(), {N});
+    const Tensor hidden = stream.scratch().allocate(context.dtype, {N, D});
+    rms_norm_forward(stream, hidden, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
+    head_loss_forward_backward(context, {.loss_sum = loss_sum, .z_sum = z_sum, .d_hidden = d, .d_weight = head_->grad},
+                               hidden, head_->value, input.targets, options.z_loss, options.grad_scale);
+    rms_norm_backward(stream, d, final_norm_->grad, d, x, final_norm_->value, rstd, config_.norm);
+  }
+  // 2. blocks in reverse
+  for (size_t i = blocks_.size(); i-- > 0;) {
+    blocks_[i].mlp_half(config_).backward(context, input.sequence, saved[i].mlp, d);
+    blocks_[i].mixer_half(config_).backward(context, input.sequence, saved[i].mixer, d);
+  }
+  // 1.
+  embedding_backward(stream, embedding_->grad, d, input.tokens);
+}
+
+Tensor LanguageModel::forward_hidden(Context& context, const ModelInput& input) const {
+  Stream& stream = context.stream;
+  Arena& keep = context.activations;
+  const int64_t N = input.tokens.dim(0), D = config_.hidden_size;
+  Tensor x = keep.allocate(context.dtype, {N, D});
+  Tensor y = keep.allocate(context.dtype, {N, D});
+  embedding_forward(stream, x, input.tokens, embedding_->value);
+  for (const Block& block : blocks_) {
+    Arena::Scope scope(keep);
+    block.mixer_half(config_).forward(context, input.sequence, x, y, Keep::kRecompute);
+    block.mlp_half(config_).forward(context, input.sequence, y, x, Keep::kRecompute);
+  }
+  Arena::Scope scope(stream.scratch());
+  const Tensor rstd = stream.scratch().allocate(final_norm_->value.dtype(), {N});
+  rms_norm_forward(stream, y, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
+  return y;
+}
+
+void LanguageModel::forward_loss(Context& context, const ModelInput& input, Tensor token_loss) const {
+  Arena::Scope scope(context.activations);
+  const Tensor hidden = forward_hidden(context, input);
+  head_loss_forward(context, token_loss, hidden, head_->value, input.targets);
+}
+
+void LanguageModel::forward_logits(Context& context, const ModelInput& input, Tensor logits) const {
+  Arena::Scope scope(context.activations);
+  const Tensor hidden = forward_hidden(context, input);
+  linear_forward(context.stream, logits, hidden, head_->value, Write::kOverwrite);
+}
+
+LanguageModel::DecodeStates LanguageModel::make_decode_states(Context& context, int64_t max_tokens) const {
+  DecodeStates states;
+  for (const Block& block : blocks_) states.blocks.push_back(block.mixer->make_decode_state(context, max_tokens));
+  return states;
+}
+
+void LanguageModel::extend(Context& context, DecodeStates& states, const Tensor& tokens, Tensor logits) const {
+  Stream& stream = context.stream;
+  Arena& scratch = stream.scratch();
+  Arena::Scope scope(scratch);
+  const int64_t N = tokens.dim(0), D = config_.hidden_size, num_logits = logits.dim(0);
+  CHECK(num_logits <= N, "logits of ", num_logits, " tokens wanted from ", N);
+  const Tensor positions = scratch.allocate(DType::kI32, {N});
+  if (!stream.is_planning())
+    for (int64_t i = 0; i < N; ++i) positions.data<int32_t>()[i] = static_cast<int32_t>(states.num_tokens + i);
+  const Sequence sequence{.documents = Documents::single(N), .positions = positions};
+  const Tensor rstd = scratch.allocate(final_norm_->value.dtype(), {N});
+  const Tensor x = scratch.allocate(context.dtype, {N, D});
+  const Tensor normed = scratch.allocate(context.dtype, {N, D});
+  const Tensor y = scratch.allocate(context.dtype, {N, D});
+  embedding_forward(stream, x, tokens, embedding_->value);
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    const Block& block = blocks_[i];
+    rms_norm_forward(stream, normed, rstd, x, block.mixer_norm->value, config_.norm_eps, config_.norm);
+    block.mixer->extend(context, *states.blocks[i], sequence, normed, y);
+    add(stream, x, x, y);
+    Arena::Scope inner(context.activations);
+    block.mlp_half(config_).forward(context, sequence, x, y, Keep::kRecompute);
+    copy(stream, x, y);
+  }
+  rms_norm_forward(stream, y, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
+  linear_forward(stream, logits, y.rows(N - num_logits, num_logits), head_->value, Write::kOverwrite);
+  states.num_tokens += N;
+}
+
+std::vector<LanguageModel::FlopsOfKind> LanguageModel::flops_by_kind(int64_t row_length) const {
+  std::map<std::string, FlopsOfKind> kinds;
+  const auto count = [&](const std::string& kind, double flops) {
+    FlopsOfKind& entry = kinds[kind];
+    entry.kind = kind;
+    entry.count += 1;
+    entry.per_token += flops;
+  };
+  for (const Block& block : blocks_) {
+    count(block.kind,
+          6.0 * static_cast<double>(block.mixer_product_elements) + 3.0 * block.mixer->flops_per_token(row_length));
+    count("mlp", 6.0 * static_cast<double>(block.mlp_product_elements));
+  }
+  count("head", 6.0 * static_cast<double>(head_->spec.shape.numel()));
+  std::vector<FlopsOfKind> result;
+  for (auto& [kind, entry] : kinds) result.push_back(std::move(entry));
+  return result;
+}
+
+double LanguageModel::flops_per_token(int64_t row_length) const {
+  double total = 0.0;
+  for (const FlopsOfKind& kind : flops_by_kind(row_length)) total += kind.per_token;
+  return total;
+}
+
+}  // namespace palimpsest

@@ -1,0 +1,251 @@
+#include "model/mla.h"
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "kernels/attention.h"
+#include "kernels/elementwise.h"
+#include "kernels/linear.h"
+#include "kernels/mla_heads.h"
+#include "kernels/rms_norm.h"
+
+namespace palimpsest {
+
+namespace {
+
+// Both latent norms are plain with this epsilon, whatever the model's norm_eps is: so the published code has it.
+constexpr double kLatentNormEps = 1e-6;
+
+struct SavedMla : Saved {
+  Tensor proj;     // [N, P]: all projections of x; the shared key already rotated
+  Tensor q;        // [N, H, dq], rotated; columns of proj when there is no query rank
+  Tensor q_rstd;   // [N]; absent without a query rank
+  Tensor kv_rstd;  // [N]
+  Tensor kv;       // [N, H, dn + dv]: the expanded latent
+  Tensor o;        // [N, H, dv]
+  Tensor lse;      // [N, H]
+};
+
+struct MlaDecodeState : DecodeState {
+  Tensor latent;  // [max_tokens, r], normalised
+  Tensor k_pe;    // [max_tokens, dr], rotated
+  int64_t length = 0;
+};
+
+}  // namespace
+
+Mla::Mla(const ModelConfig& config, const std::string& prefix, ParameterRegistry& registry)
+    : num_heads_(config.mla.num_heads),
+      nope_dim_(config.mla.qk_nope_head_dim),
+      rope_dim_(config.mla.qk_rope_head_dim),
+      value_dim_(config.mla.v_head_dim),
+      kv_rank_(config.mla.kv_lora_rank),
+      q_rank_(config.mla.q_lora_rank.value_or(0)),
+      scale_(1.0 / std::sqrt(static_cast<double>(nope_dim_ + rope_dim_))),
+      q_rope_(config.mla.rope, nope_dim_, rope_dim_, config.mla.rope_theta),
+      k_rope_(config.mla.rope, 0, rope_dim_, config.mla.rope_theta) {
+  const int64_t D = config.hidden_size, H = num_heads_, dq = nope_dim_ + rope_dim_;
+  const std::string p = prefix + "self_attn.";
+  const auto norm = [&](const char* name, int64_t size) {
+    return ParameterSpec{.name = p + name,
+                         .shape = {size},
+                         .init = Init::kOnes,
+                         .decay = WeightDecay::kNo,
+                         .split = TensorSplit::kPartialOverHeads,
+                         .in_product = InProduct::kNo};
+  };
+  std::vector<ParameterSpec> projections;
+  if (q_rank_ > 0) {
+    projections.push_back(
+        {.name = p + "q_a_proj.weight", .shape = {q_rank_, D}, .split = TensorSplit::kPartialOverHeads});
+  } else {
+    projections.push_back({.name = p + "q_proj.weight", .shape = {H * dq, D}});
+  }
+  projections.push_back({.name = p + "kv_a_proj_with_mqa.weight",
+                         .shape = {kv_rank_ + rope_dim_, D},
+                         .split = TensorSplit::kPartialOverHeads});
+  in_proj_ = &registry.declare_stack(std::move(projections));
+  if (q_rank_ > 0) {
+    q_a_norm_ = &registry.declare(norm("q_a_layernorm.weight", q_rank_));
+    q_b_ = &registry.declare({.name = p + "q_b_proj.weight", .shape = {H * dq, q_rank_}});
+  }
+  kv_a_norm_ = &registry.declare(norm("kv_a_layernorm.weight", kv_rank_));
+  kv_b_ = &registry.declare({.name = p + "kv_b_proj.weight", .shape = {H * (nope_dim_ + value_dim_), kv_rank_}});
+  o_proj_ =
+      &registry.declare({.name = p + "o_proj.weight", .shape = {D, H * value_dim_}, .split = TensorSplit::kColumns});
+}
+
+Tensor Mla::query_columns(const Tensor& proj) const {
+  return proj.columns(0, proj.dim(1) - kv_rank_ - rope_dim_);
+}
+
+Tensor Mla::latent_columns(const Tensor& proj) const {
+  return proj.columns(proj.dim(1) - kv_rank_ - rope_dim_, kv_rank_);
+}
+
+Tensor Mla::k_pe_columns(const Tensor& proj) const {
+  return proj.columns(proj.dim(1) - rope_dim_, rope_dim_);
+}
+
+Tensor Mla::queries(Context& context, Arena& arena, const Tensor& proj, const Tensor& rstd) const {
+  const int64_t N = proj.dim(0), dq = nope_dim_ + rope_dim_;
+  if (q_rank_ == 0) return query_columns(proj).split_columns(num_heads_, dq);
+  const Tensor q = arena.allocate(context.dtype, {N, num_heads_, dq});
+  Arena::Scope scope(context.stream.scratch());
+  const Tensor latent = context.stream.scratch().allocate(context.dtype, {N, q_rank_});
+  rms_norm_forward(context.stream, latent, rstd, query_columns(proj), q_a_norm_->value, kLatentNormEps,
+                   NormWeight::kPlain);
+  linear_forward(context.stream, q.merge_columns(), latent, q_b_->value, Write::kOverwrite);
+  return q;
+}
+
+std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const {
+  Stream& stream = context.stream;
+  Arena& keep = context.activations;
+  Arena& scratch = stream.scratch();
+  Arena::Scope scope(scratch);
+  const int64_t N = x.dim(0), H = num_heads_, dq = nope_dim_ + rope_dim_;
+  const DType statistics = kv_a_norm_->value.dtype();
+  auto saved = std::make_unique<SavedMla>();
+  // 1. all projections of x
+  saved->proj = keep.allocate(context.dtype, {N, in_proj_->value.dim(0)});
+  linear_forward(stream, saved->proj, x, in_proj_->value, Write::kOverwrite);
+  // 2. queries
+  if (q_rank_ > 0) saved->q_rstd = keep.allocate(statistics, {N});
+  saved->q = queries(context, keep, saved->proj, saved->q_rstd);
+  // 3. latent, expanded to keys and values
+  saved->kv_rstd = keep.allocate(statistics, {N});
+  saved->kv = keep.allocate(context.dtype, {N, H, nope_dim_ + value_dim_});
+  const Tensor latent = scratch.allocate(context.dtype, {N, kv_rank_});
+  rms_norm_forward(stream, latent, saved->kv_rstd, latent_columns(saved->proj), kv_a_norm_->value, kLatentNormEps,
+                   NormWeight::kPlain);
+  linear_forward(stream, saved->kv.merge_columns(), latent, kv_b_->value, Write::kOverwrite);
+  // 4. rotation, in place
+  q_rope_.forward(stream, saved->q, sequence.positions);
+  k_rope_.forward(stream, k_pe_columns(saved->proj), sequence.positions);
+  // 5. keys and values as heads
+  const Tensor k = scratch.allocate(context.dtype, {N, H, dq});
+  const Tensor v = scratch.allocate(context.dtype, {N, H, value_dim_});
+  mla_keys_values_forward(stream, k, v, saved->kv, k_pe_columns(saved->proj));
+  // 6. attention
+  saved->o = keep.allocate(context.dtype, {N, H, value_dim_});
+  saved->lse = keep.allocate(statistics, {N, H});
+  attention_forward(stream, saved->o, saved->lse, saved->q, k, v, scale_, sequence.documents, sequence.documents);
+  // 7. output projection
+  if (y.defined()) linear_forward(stream, y, saved->o.merge_columns(), o_proj_->value, Write::kOverwrite);
+  return saved;
+}
+
+void Mla::backward(Context& context, const Sequence& sequence, const Saved& saved_base, const Tensor& x,
+                   const Tensor& dy, Tensor dx) const {
+  const auto& saved = static_cast<const SavedMla&>(saved_base);
+  Stream& stream = context.stream;
+  Arena& scratch = stream.scratch();
+  Arena::Scope scope(scratch);
+  const int64_t N = x.dim(0), H = num_heads_, dq = nope_dim_ + rope_dim_;
+  const Tensor d_proj = scratch.allocate(context.dtype, saved.proj.shape());
+  const Tensor dq_heads =
+      q_rank_ > 0 ? scratch.allocate(context.dtype, {N, H, dq}) : query_columns(d_proj).split_columns(H, dq);
+  const Tensor dkv = scratch.allocate(context.dtype, saved.kv.shape());
+  {
+    Arena::Scope inner(scratch);
+    // 7.
+    const Tensor d_o = scratch.allocate(context.dtype, {N, H, value_dim_});
+    linear_backward_weight(stream, o_proj_->grad, dy, saved.o.merge_columns());
+    linear_backward_input(stream, d_o.merge_columns(), dy, o_proj_->value, Write::kOverwrite);
+    // 6. rebuilds keys and values
+    const Tensor k = scratch.allocate(context.dtype, {N, H, dq});
+    const Tensor v = scratch.allocate(context.dtype, {N, H, value_dim_});
+    const Tensor dk = scratch.allocate(context.dtype, {N, H, dq});
+    const Tensor dv = scratch.allocate(context.dtype, {N, H, value_dim_});
+    mla_keys_values_forward(stream, k, v, saved.kv, k_pe_columns(saved.proj));
+    attention_backward(stream,
+                       {.dq = dq_heads,
+                        .dk = dk,
+                        .dv = dv,
+                        .d_o = d_o,
+                        .q = saved.q,
+                        .k = k,
+                        .v = v,
+                        .o = saved.o,
+                        .lse = saved.lse,
+                        .scale = scale_},
+                       sequence.documents);
+    // 5.
+    mla_keys_values_backward(stream, dkv, k_pe_columns(d_proj), dk, dv);
+  }
+  // 4.
+  k_rope_.backward(stream, k_pe_columns(d_proj), sequence.positions);
+  q_rope_.backward(stream, dq_heads, sequence.positions);
+  // A latent norm and its expansion, backward: recomputes the normalised latent.
+  const auto through_latent = [&](const Tensor& d_out, const Parameter& expansion, const Parameter& norm,
+                                  const Tensor& raw, const Tensor& rstd, const Tensor& d_raw) {
+    Arena::Scope inner(scratch);
+    const Tensor latent = scratch.allocate(context.dtype, raw.shape());
+    const Tensor d_latent = scratch.allocate(context.dtype, raw.shape());
+    const Tensor again = scratch.allocate(rstd.dtype(), rstd.shape());
+    rms_norm_forward(stream, latent, again, raw, norm.value, kLatentNormEps, NormWeight::kPlain);
+    linear_backward_weight(stream, expansion.grad, d_out, latent);
+    linear_backward_input(stream, d_latent, d_out, expansion.value, Write::kOverwrite);
+    rms_norm_backward(stream, d_raw, norm.grad, d_latent, raw, norm.value, rstd, NormWeight::kPlain);
+  };
+  // 3.
+  through_latent(dkv.merge_columns(), *kv_b_, *kv_a_norm_, latent_columns(saved.proj), saved.kv_rstd,
+                 latent_columns(d_proj));
+  // 2.
+  if (q_rank_ > 0)
+    through_latent(dq_heads.merge_columns(), *q_b_, *q_a_norm_, query_columns(saved.proj), saved.q_rstd,
+                   query_columns(d_proj));
+  // 1.
+  linear_backward_weight(stream, in_proj_->grad, d_proj, x);
+  linear_backward_input(stream, dx, d_proj, in_proj_->value, Write::kOverwrite);
+}
+
+double Mla::flops_per_token(int64_t row_length) const {
+  return 2.0 * static_cast<double>(num_heads_ * (nope_dim_ + rope_dim_ + value_dim_)) *
+         (static_cast<double>(row_length) + 1.0) / 2.0;
+}
+
+std::unique_ptr<DecodeState> Mla::make_decode_state(Context& context, int64_t max_tokens) const {
+  auto state = std::make_unique<MlaDecodeState>();
+  state->latent = context.activations.allocate(context.dtype, {max_tokens, kv_rank_});
+  state->k_pe = context.activations.allocate(context.dtype, {max_tokens, rope_dim_});
+  return state;
+}
+
+void Mla::extend(Context& context, DecodeState& state_base, const Sequence& sequence, const Tensor& x, Tensor y) const {
+  auto& state = static_cast<MlaDecodeState&>(state_base);
+  Stream& stream = context.stream;
+  Arena& scratch = stream.scratch();
+  Arena::Scope scope(scratch);
+  const int64_t N = x.dim(0), H = num_heads_, dq = nope_dim_ + rope_dim_;
+  const DType statistics = kv_a_norm_->value.dtype();
+  CHECK(state.length + N <= state.latent.dim(0), "the decode state is full: ", state.latent.dim(0), " tokens");
+  // 1. projections and 2. queries
+  const Tensor proj = scratch.allocate(context.dtype, {N, in_proj_->value.dim(0)});
+  linear_forward(stream, proj, x, in_proj_->value, Write::kOverwrite);
+  const Tensor rstd = scratch.allocate(statistics, {N});
+  const Tensor q = queries(context, scratch, proj, rstd);
+  q_rope_.forward(stream, q, sequence.positions);
+  // 3. and 4. new rows of the cache
+  rms_norm_forward(stream, state.latent.rows(state.length, N), rstd, latent_columns(proj), kv_a_norm_->value,
+                   kLatentNormEps, NormWeight::kPlain);
+  k_rope_.forward(stream, k_pe_columns(proj), sequence.positions);
+  copy(stream, state.k_pe.rows(state.length, N), k_pe_columns(proj));
+  state.length += N;
+  // 5. keys and values of all tokens so far
+  const int64_t L = state.length;
+  const Tensor kv = scratch.allocate(context.dtype, {L, H, nope_dim_ + value_dim_});
+  const Tensor k = scratch.allocate(context.dtype, {L, H, dq});
+  const Tensor v = scratch.allocate(context.dtype, {L, H, value_dim_});
+  linear_forward(stream, kv.merge_columns(), state.latent.rows(0, L), kv_b_->value, Write::kOverwrite);
+  mla_keys_values_forward(stream, k, v, kv, state.k_pe.rows(0, L));
+  // 6. attention and 7. output projection
+  const Tensor o = scratch.allocate(context.dtype, {N, H, value_dim_});
+  const Tensor lse = scratch.allocate(statistics, {N, H});
+  attention_forward(stream, o, lse, q, k, v, scale_, sequence.documents, Documents::single(L));
+  linear_forward(stream, y, o.merge_columns(), o_proj_->value, Write::kOverwrite);
+}
+
+}  // namespace palimpsest

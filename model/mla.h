@@ -1,0 +1,50 @@
+// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434; in Kimi Linear without positions):
+//   c, k_pe = Wkva x       k_nope, v = Wkvb n(c)       q = Wq x, or Wqb n(Wqa x) with a query rank
+//   k = concat(k_nope, k_pe), the last part shared by the heads and rotated when rope is on
+//   y = Wo softmax_causal(q k^T / sqrt(dn + dr)) v
+// Decoding keeps the normalised latent and the rotated shared key, r + dr numbers a token.
+#pragma once
+
+#include <string>
+
+#include "model/config.h"
+#include "model/layer.h"
+#include "model/parameters.h"
+#include "model/rope.h"
+
+namespace palimpsest {
+
+class Mla : public TokenMixer {
+ public:
+  // Declares <prefix>self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}, with a query rank
+  // q_a_proj, q_a_layernorm, q_b_proj in place of q_proj.
+  Mla(const ModelConfig& config, const std::string& prefix, ParameterRegistry& registry);
+
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
+  void backward(Context& context, const Sequence& sequence, const Saved& saved, const Tensor& x, const Tensor& dy,
+                Tensor dx) const override;
+  double flops_per_token(int64_t row_length) const override;
+  std::unique_ptr<DecodeState> make_decode_state(Context& context, int64_t max_tokens) const override;
+  void extend(Context& context, DecodeState& state, const Sequence& sequence, const Tensor& x, Tensor y) const override;
+
+ private:
+  // Columns of the stacked projection [N, P]: queries (or their latent), latent, shared key.
+  Tensor query_columns(const Tensor& proj) const;   // [N, H*dq] or [N, rq]
+  Tensor latent_columns(const Tensor& proj) const;  // [N, r]
+  Tensor k_pe_columns(const Tensor& proj) const;    // [N, dr]
+  // q [N, H, dq] from the projection: its columns, or through the query latent (then in `arena`; the statistics go to
+  // rstd [N]).
+  Tensor queries(Context& context, Arena& arena, const Tensor& proj, const Tensor& rstd) const;
+
+  int64_t num_heads_, nope_dim_, rope_dim_, value_dim_, kv_rank_, q_rank_;  // q_rank_ 0: full rank
+  double scale_;
+  Rope q_rope_, k_rope_;
+  ParameterStack* in_proj_;        // [H*dq + r + dr, D], or [rq + r + dr, D]
+  Parameter* q_a_norm_ = nullptr;  // [rq]
+  Parameter* q_b_ = nullptr;       // [H*dq, rq]
+  Parameter* kv_a_norm_;           // [r]
+  Parameter* kv_b_;                // [H*(dn + dv), r]
+  Parameter* o_proj_;              // [D, H*dv]
+};
+
+}  // namespace palimpsest

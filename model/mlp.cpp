@@ -1,0 +1,61 @@
+#include "model/mlp.h"
+
+#include "kernels/linear.h"
+#include "kernels/swiglu.h"
+
+namespace palimpsest {
+
+namespace {
+
+struct SavedMlp : Saved {
+  Tensor gate_up;  // [N, 2F]
+};
+
+}  // namespace
+
+Mlp::Mlp(const MlpConfig& config, int64_t hidden_size, const std::string& prefix, ParameterRegistry& registry)
+    : intermediate_size_(config.intermediate_size) {
+  gate_up_ = &registry.declare_stack({{.name = prefix + "gate_proj.weight", .shape = {intermediate_size_, hidden_size}},
+                                      {.name = prefix + "up_proj.weight", .shape = {intermediate_size_, hidden_size}}});
+  down_ = &registry.declare({.name = prefix + "down_proj.weight",
+                             .shape = {hidden_size, intermediate_size_},
+                             .split = TensorSplit::kColumns});
+}
+
+std::unique_ptr<Saved> Mlp::forward(Context& context, const Sequence&, const Tensor& x, Tensor y) const {
+  Stream& stream = context.stream;
+  Arena::Scope scope(stream.scratch());
+  const int64_t N = x.dim(0);
+  auto saved = std::make_unique<SavedMlp>();
+  // 1. gate and up
+  saved->gate_up = context.activations.allocate(context.dtype, {N, 2 * intermediate_size_});
+  linear_forward(stream, saved->gate_up, x, gate_up_->value, Write::kOverwrite);
+  if (!y.defined()) return saved;
+  // 2. h = silu(gate) * up
+  const Tensor h = stream.scratch().allocate(context.dtype, {N, intermediate_size_});
+  swiglu_forward(stream, h, saved->gate_up);
+  // 3. down
+  linear_forward(stream, y, h, down_->value, Write::kOverwrite);
+  return saved;
+}
+
+void Mlp::backward(Context& context, const Sequence&, const Saved& saved_base, const Tensor& x, const Tensor& dy,
+                   Tensor dx) const {
+  const auto& saved = static_cast<const SavedMlp&>(saved_base);
+  Stream& stream = context.stream;
+  Arena::Scope scope(stream.scratch());
+  const int64_t N = x.dim(0);
+  const Tensor h = stream.scratch().allocate(context.dtype, {N, intermediate_size_});
+  const Tensor dh = stream.scratch().allocate(context.dtype, {N, intermediate_size_});
+  const Tensor d_gate_up = stream.scratch().allocate(context.dtype, {N, 2 * intermediate_size_});
+  // 3.
+  linear_backward_input(stream, dh, dy, down_->value, Write::kOverwrite);
+  // 2. recomputes h
+  swiglu_backward(stream, d_gate_up, h, dh, saved.gate_up);
+  linear_backward_weight(stream, down_->grad, dy, h);
+  // 1.
+  linear_backward_weight(stream, gate_up_->grad, d_gate_up, x);
+  linear_backward_input(stream, dx, d_gate_up, gate_up_->value, Write::kOverwrite);
+}
+
+}  // namespace palimpsest

@@ -1,0 +1,27 @@
+// SwiGLU feed-forward: y = Wdown ( silu(Wgate x) * (Wup x) ).
+#pragma once
+
+#include <string>
+
+#include "model/config.h"
+#include "model/layer.h"
+#include "model/parameters.h"
+
+namespace palimpsest {
+
+class Mlp : public Branch {
+ public:
+  // Declares <prefix>{gate,up,down}_proj.weight.
+  Mlp(const MlpConfig& config, int64_t hidden_size, const std::string& prefix, ParameterRegistry& registry);
+
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
+  void backward(Context& context, const Sequence& sequence, const Saved& saved, const Tensor& x, const Tensor& dy,
+                Tensor dx) const override;
+
+ private:
+  int64_t intermediate_size_;
+  ParameterStack* gate_up_;  // [2F, D]
+  Parameter* down_;          // [D, F]
+};
+
+}  // namespace palimpsest

@@ -1,0 +1,42 @@
+#include "model/residual.h"
+
+#include "kernels/elementwise.h"
+
+namespace palimpsest {
+
+Tensor Residual::normed(Context& context, const Tensor& x, Tensor rstd) const {
+  const Tensor y = context.stream.scratch().allocate(context.dtype, x.shape());
+  rms_norm_forward(context.stream, y, rstd, x, norm_.value, norm_eps_, norm_weight_);
+  return y;
+}
+
+SavedResidual Residual::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+                                Keep keep) const {
+  Arena::Scope scope(context.stream.scratch());
+  SavedResidual saved;
+  saved.x = x;
+  saved.rstd = context.activations.allocate(norm_.value.dtype(), {x.dim(0)});
+  const int64_t mark = context.activations.mark();
+  saved.branch = branch_.forward(context, sequence, normed(context, x, saved.rstd), y);
+  if (keep == Keep::kRecompute) {
+    saved.branch.reset();
+    context.activations.release(mark);
+  }
+  add(context.stream, y, y, x);
+  return saved;
+}
+
+void Residual::backward(Context& context, const Sequence& sequence, const SavedResidual& saved, Tensor d) const {
+  Arena& scratch = context.stream.scratch();
+  Arena::Scope scope(scratch);
+  Arena::Scope recomputed(context.activations);
+  const Tensor x_normed = normed(context, saved.x, saved.rstd);
+  std::unique_ptr<Saved> again;
+  if (!saved.branch) again = branch_.forward(context, sequence, x_normed, {});
+  const Tensor d_normed = scratch.allocate(context.dtype, d.shape());
+  branch_.backward(context, sequence, again ? *again : *saved.branch, x_normed, d, d_normed);
+  rms_norm_backward(context.stream, d_normed, norm_.grad, d_normed, saved.x, norm_.value, saved.rstd, norm_weight_);
+  add(context.stream, d, d, d_normed);
+}
+
+}  // namespace palimpsest
