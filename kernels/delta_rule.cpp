@@ -1,0 +1,189 @@
+#include "kernels/delta_rule.h"
+
+#include <algorithm>
+
+namespace palimpsest {
+
+namespace {
+
+constexpr int64_t kMaxKeySize = 256;
+
+bool has_decay(const DeltaRuleOptions& options) {
+  return options.decay != Decay::kNone;
+}
+bool has_delta(const DeltaRuleOptions& options) {
+  return options.delta_rule == DeltaRule::kOn;
+}
+
+// The tensors whose presence is fixed by the options: `wanted` must be there with this shape, or be absent.
+void check_presence(const char* name, const Tensor& tensor, bool wanted, DType dtype, const Shape& shape) {
+  if (wanted) {
+    check_tensor(name, tensor, dtype, shape);
+  } else {
+    CHECK(!tensor.defined(), name, " is ", tensor.str(), ", but these options have no such tensor");
+  }
+}
+
+void check_optional_state(const char* name, const Tensor& state, DType dtype, const Shape& shape) {
+  if (!state.defined()) return;
+  check_tensor(name, state, dtype, shape);
+  check_contiguous(name, state);
+}
+
+Shape gate_shape(const DeltaRuleShape& s, Decay decay) {
+  return decay == Decay::kVector ? Shape{s.N, s.HV, s.K} : Shape{s.N, s.HV};
+}
+Shape dt_bias_shape(const DeltaRuleShape& s, Decay decay) {
+  return decay == Decay::kVector ? Shape{s.HV, s.K} : Shape{s.HV};
+}
+Shape state_shape(const DeltaRuleShape& s) {
+  return {s.num_documents, s.HV, s.K, s.V};
+}
+
+DType check_inputs(const Stream& stream, const DeltaRuleInputs& in, const DeltaRuleShape& s,
+                   const DeltaRuleOptions& options, const Documents& documents) {
+  const DType dtype = in.q.dtype();
+  for (const Tensor* tensor : {&in.q, &in.k, &in.v})
+    CHECK(tensor->device() == stream.device(), "an input of the delta rule is ", tensor->str(), ", the stream is on ",
+          name_of(stream.device()));
+  CHECK(stream.device() != Device::kCpu || dtype == DType::kF32 || dtype == DType::kF64, "q is ", in.q.str(),
+        ", the CPU computes in f32 or f64");
+  CHECK(documents.num_tokens() == s.N, "documents hold ", documents.num_tokens(), " tokens, q is ", in.q.str());
+  const DType parameters = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  check_tensor("q", in.q, dtype, {s.N, s.H, s.K});
+  check_tensor("k", in.k, dtype, {s.N, s.H, s.K});
+  check_tensor("v", in.v, dtype, {s.N, s.HV, s.V});
+  check_presence("beta_logit", in.beta_logit, has_delta(options), dtype, {s.N, s.HV});
+  check_presence("gate_logit", in.gate_logit, has_decay(options), dtype, gate_shape(s, options.decay));
+  check_presence("A_log", in.A_log, has_decay(options), parameters, {s.HV});
+  check_presence("dt_bias", in.dt_bias, has_decay(options), parameters, dt_bias_shape(s, options.decay));
+  if (has_decay(options)) {
+    check_contiguous("A_log", in.A_log);
+    check_contiguous("dt_bias", in.dt_bias);
+  }
+  check_optional_state("initial_state", in.initial_state, parameters, state_shape(s));
+  return dtype;
+}
+
+struct SavedShapes {
+  bool m, aqk, all;
+  Shape matrix, x, states;
+};
+
+SavedShapes saved_shapes(const DeltaRuleShape& s, const DeltaRuleOptions& options) {
+  const bool chunkwise = options.form == DeltaForm::kChunkwise;
+  const bool matrices = chunkwise && options.save_level >= SaveLevel::kMatrices;
+  const int64_t C = options.chunk_size;
+  return {.m = matrices && has_delta(options),
+          .aqk = matrices,
+          .all = chunkwise && options.save_level == SaveLevel::kAll,
+          .matrix = {s.N, s.HV, C},
+          .x = {s.N, s.HV, s.V},
+          .states = {std::max<int64_t>(s.N - 1, 0) / C, s.HV, s.K, s.V}};
+}
+
+void check_saved(const DeltaRuleSaved& saved, DType dtype, const DeltaRuleShape& s, const DeltaRuleOptions& options) {
+  const SavedShapes shapes = saved_shapes(s, options);
+  const DType states = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  check_presence("saved m", saved.m, shapes.m, dtype, shapes.matrix);
+  check_presence("saved aqk", saved.aqk, shapes.aqk, dtype, shapes.matrix);
+  check_presence("saved x", saved.x, shapes.all, dtype, shapes.x);
+  check_presence("saved states", saved.states, shapes.all, states, shapes.states);
+  if (shapes.all) check_contiguous("saved states", saved.states);
+}
+
+}  // namespace
+
+DeltaRuleShape delta_rule_shape(const DeltaRuleInputs& in, const Documents& documents) {
+  CHECK(in.q.num_dims() == 3 && in.v.num_dims() == 3, "q is ", in.q.str(), " and v is ", in.v.str(),
+        ", expected [N, H, K] and [N, HV, V]");
+  return {.N = in.q.dim(0),
+          .H = in.q.dim(1),
+          .HV = in.v.dim(1),
+          .K = in.q.dim(2),
+          .V = in.v.dim(2),
+          .num_documents = documents.count()};
+}
+
+DeltaRuleSaved allocate_delta_rule_saved(Arena& arena, DType dtype, const DeltaRuleShape& shape,
+                                         const DeltaRuleOptions& options) {
+  const SavedShapes shapes = saved_shapes(shape, options);
+  DeltaRuleSaved saved;
+  if (shapes.m) saved.m = arena.allocate(dtype, shapes.matrix);
+  if (shapes.aqk) saved.aqk = arena.allocate(dtype, shapes.matrix);
+  if (shapes.all) {
+    saved.x = arena.allocate(dtype, shapes.x);
+    saved.states = arena.allocate(dtype == DType::kF64 ? DType::kF64 : DType::kF32, shapes.states);
+  }
+  return saved;
+}
+
+void check_delta_rule_supported(Device device, const DeltaRuleShape& s, const DeltaRuleOptions& options) {
+  const char* where = name_of(device);
+  if (s.K < 1 || s.K > kMaxKeySize)
+    throw_user_error("delta rule on ", where, ": key size ", s.K, " is not supported; supported are 1 to ",
+                     kMaxKeySize);
+  if (s.V < 1)
+    throw_user_error("delta rule on ", where, ": value size ", s.V, " is not supported; supported is any from 1");
+  if (s.H < 1 || s.HV < 1 || s.HV % s.H != 0)
+    throw_user_error("delta rule on ", where, ": ", s.HV, " value heads on ", s.H,
+                     " key heads are not supported; the value heads must be a multiple of the key heads");
+  const int64_t C = options.chunk_size;
+  if (C != 16 && C != 32 && C != 64)
+    throw_user_error("delta rule on ", where, ": chunk size ", C, " is not supported; supported are 16, 32 and 64");
+  if (has_decay(options) && options.gate == Gate::kBounded && !(options.gate_lower_bound < 0))
+    throw_user_error("delta rule: gate_lower_bound ", options.gate_lower_bound, " must be below 0");
+  if (has_delta(options) && !(options.beta_scale > 0))
+    throw_user_error("delta rule: beta_scale ", options.beta_scale, " must be above 0");
+  if (options.l2norm_qk && !(options.l2norm_eps > 0))
+    throw_user_error("delta rule: l2norm_eps ", options.l2norm_eps, " must be above 0");
+}
+
+// Workspace is private to a backend (buffers of its threads here, whole-sequence tensors on a GPU). So the backend is
+// called when the stream is planning as well: it takes its workspace from stream.scratch() and stops there, and what
+// planning counts is what running takes.
+#define DISPATCH_WITH_WORKSPACE(stream, call)                                                               \
+  do {                                                                                                      \
+    CHECK((stream).device() == Device::kCpu, "this build has no ", name_of((stream).device()), " backend"); \
+    cpu::call;                                                                                              \
+  } while (false)
+
+void delta_rule_forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved,
+                        const DeltaRuleInputs& in, const DeltaRuleOptions& options, const Documents& documents) {
+  const DeltaRuleShape s = delta_rule_shape(in, documents);
+  check_delta_rule_supported(stream.device(), s, options);
+  const DType dtype = check_inputs(stream, in, s, options, documents);
+  check_tensor("o", out.o, dtype, {s.N, s.HV, s.V});
+  check_optional_state("final_state", out.final_state, dtype == DType::kF64 ? DType::kF64 : DType::kF32,
+                       state_shape(s));
+  check_saved(saved, dtype, s, options);
+  DISPATCH_WITH_WORKSPACE(stream, delta_rule_forward(stream, out, saved, in, options, documents));
+}
+
+void delta_rule_backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, const Tensor& d_final_state,
+                         const DeltaRuleSaved& saved, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
+                         const Documents& documents) {
+  const DeltaRuleShape s = delta_rule_shape(in, documents);
+  check_delta_rule_supported(stream.device(), s, options);
+  const DType dtype = check_inputs(stream, in, s, options, documents);
+  const DType parameters = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  check_saved(saved, dtype, s, options);
+  check_tensor("d_o", d_o, dtype, {s.N, s.HV, s.V});
+  check_optional_state("d_final_state", d_final_state, parameters, state_shape(s));
+  check_tensor("dq", grads.dq, dtype, {s.N, s.H, s.K});
+  check_tensor("dk", grads.dk, dtype, {s.N, s.H, s.K});
+  check_tensor("dv", grads.dv, dtype, {s.N, s.HV, s.V});
+  check_presence("dbeta_logit", grads.dbeta_logit, has_delta(options), dtype, {s.N, s.HV});
+  check_presence("dgate_logit", grads.dgate_logit, has_decay(options), dtype, gate_shape(s, options.decay));
+  check_presence("dA_log", grads.dA_log, has_decay(options), parameters, {s.HV});
+  check_presence("ddt_bias", grads.ddt_bias, has_decay(options), parameters, dt_bias_shape(s, options.decay));
+  if (has_decay(options)) {
+    check_contiguous("dA_log", grads.dA_log);
+    check_contiguous("ddt_bias", grads.ddt_bias);
+  }
+  check_optional_state("d_initial_state", grads.d_initial_state, parameters, state_shape(s));
+  DISPATCH_WITH_WORKSPACE(stream,
+                          delta_rule_backward(stream, grads, d_o, d_final_state, saved, in, options, documents));
+}
+
+}  // namespace palimpsest
