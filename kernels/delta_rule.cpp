@@ -6,8 +6,6 @@ namespace palimpsest {
 
 namespace {
 
-constexpr int64_t kMaxKeySize = 256;
-
 bool has_decay(const DeltaRuleOptions& options) {
   return options.decay != Decay::kNone;
 }
