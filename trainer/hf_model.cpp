@@ -1,0 +1,381 @@
+#include "trainer/hf_model.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "kernels/check.h"
+
+namespace palimpsest {
+
+namespace {
+
+using Json = nlohmann::json;
+
+// Reads fields of one JSON object and remembers which were asked for.
+class Fields {
+ public:
+  Fields(const Json& object, std::string file, std::string prefix)
+      : object_(object), file_(std::move(file)), prefix_(std::move(prefix)) {}
+
+  bool has(const char* key) {
+    seen_.push_back(key);
+    return object_.contains(key) && !object_.at(key).is_null();
+  }
+  const Json& at(const char* key) const { return object_.at(key); }
+
+  int64_t integer(const char* key) {
+    if (!has(key)) fail_missing(key);
+    if (!object_.at(key).is_number_integer()) unsupported(key, "must be an integer");
+    const auto value = object_.at(key).get<int64_t>();
+    // So that products of two sizes, and of a row's bytes, stay far from overflow.
+    constexpr int64_t kLargest = int64_t{1} << 27;
+    if (value < 0 || value > kLargest) unsupported(key, fmt::format("must be from 0 to {}", kLargest));
+    return value;
+  }
+  int64_t integer(const char* key, int64_t otherwise) { return has(key) ? integer(key) : otherwise; }
+  double number(const char* key) {
+    if (!has(key)) fail_missing(key);
+    if (!object_.at(key).is_number()) unsupported(key, "must be a number");
+    return object_.at(key).get<double>();
+  }
+  double number(const char* key, double otherwise) { return has(key) ? number(key) : otherwise; }
+  bool boolean(const char* key, bool otherwise) {
+    if (!has(key)) return otherwise;
+    if (!object_.at(key).is_boolean()) unsupported(key, "must be true or false");
+    return object_.at(key).get<bool>();
+  }
+  std::string text(const char* key, const std::string& otherwise) {
+    if (!has(key)) return otherwise;
+    if (!object_.at(key).is_string()) unsupported(key, "must be a string");
+    return object_.at(key).get<std::string>();
+  }
+  std::vector<std::string> texts(const char* key) {
+    std::vector<std::string> values;
+    if (!has(key)) return values;
+    if (!object_.at(key).is_array()) unsupported(key, "must be a list");
+    for (const Json& value : object_.at(key)) {
+      if (!value.is_string()) unsupported(key, "must be a list of strings");
+      values.push_back(value.get<std::string>());
+    }
+    return values;
+  }
+  std::vector<int64_t> integers(const char* key) {
+    std::vector<int64_t> values;
+    if (!has(key)) return values;
+    if (!object_.at(key).is_array()) unsupported(key, "must be a list");
+    for (const Json& value : object_.at(key)) {
+      if (!value.is_number_integer()) unsupported(key, "must be a list of integers");
+      values.push_back(value.get<int64_t>());
+    }
+    return values;
+  }
+  Fields section(const char* key) {
+    if (!has(key) || !object_.at(key).is_object()) unsupported(key, "must be an object");
+    return {object_.at(key), file_, prefix_ + key + "."};
+  }
+
+  [[noreturn]] void unsupported(const char* key, std::string_view why) const {
+    std::string value = object_.contains(key) ? object_.at(key).dump() : "(absent)";
+    if (value.size() > 100) value = value.substr(0, 100) + "...";
+    throw_user_error(file_, ": ", prefix_, key, " = ", value, ": ", why);
+  }
+  void require(bool condition, const char* key, std::string_view why) const {
+    if (!condition) unsupported(key, why);
+  }
+
+  // Refuses fields that nobody asked for and whose name says that they change the computation.
+  void refuse_unknown_mathematics() const {
+    constexpr std::array kSuspicious = {"gate", "bound", "scal", "bias", "norm", "rope", "lora", "window", "softcap"};
+    for (const auto& [key, value] : object_.items()) {
+      if (std::find(seen_.begin(), seen_.end(), key) != seen_.end()) continue;
+      if (value.is_null() || value == false || value == 0) continue;
+      for (const char* word : kSuspicious)
+        if (key.find(word) != std::string::npos) unsupported(key.c_str(), "this field is not known here");
+    }
+  }
+
+ private:
+  [[noreturn]] void fail_missing(const char* key) const { throw_user_error(file_, ": ", prefix_, key, " is missing"); }
+
+  const Json& object_;
+  std::string file_, prefix_;
+  std::vector<std::string> seen_;
+};
+
+constexpr std::string_view kNoExperts = "routed experts are not supported";
+
+void read_common(Fields& fields, ModelConfig& config) {
+  config.vocab_size = fields.integer("vocab_size");
+  config.hidden_size = fields.integer("hidden_size");
+  config.num_layers = fields.integer("num_hidden_layers");
+  config.mlp.intermediate_size = fields.integer("intermediate_size");
+  config.norm_eps = fields.number("rms_norm_eps");
+  config.initializer_range = fields.number("initializer_range", 0.02);
+  config.tie_embeddings = fields.boolean("tie_word_embeddings", false);
+  fields.require(fields.text("hidden_act", "silu") == "silu", "hidden_act", "only silu is supported");
+  fields.require(!fields.boolean("attention_bias", false), "attention_bias", "biases are not supported");
+  fields.require(!fields.boolean("mlp_bias", false), "mlp_bias", "biases are not supported");
+  fields.require(fields.number("attention_dropout", 0.0) == 0.0, "attention_dropout", "dropout is not supported");
+  fields.require(config.num_layers > 0, "num_hidden_layers", "must be positive");
+}
+
+// rope_theta, in a field of its own or inside rope_parameters; every scaling but the default is refused by name.
+double read_rope_theta(Fields& fields, std::optional<double>& partial_factor) {
+  double theta = fields.number("rope_theta", 10000.0);
+  if (fields.has("partial_rotary_factor")) partial_factor = fields.number("partial_rotary_factor");
+  if (fields.has("rope_parameters")) {
+    Fields rope = fields.section("rope_parameters");
+    const std::string kind = rope.text("rope_type", "default");
+    rope.require(kind == "default", "rope_type", "only default is supported");
+    theta = rope.number("rope_theta", theta);
+    if (rope.has("partial_rotary_factor")) partial_factor = rope.number("partial_rotary_factor");
+  }
+  if (fields.has("rope_scaling")) {
+    Fields rope = fields.section("rope_scaling");
+    const std::string kind = rope.text("rope_type", rope.text("type", "default"));
+    fields.require(kind == "default", "rope_scaling", "only the default kind is supported");
+  }
+  return theta;
+}
+
+// layer_types: entry i is layer i from 0.
+std::vector<std::string> read_layer_types(Fields& fields, const ModelConfig& config, const char* linear) {
+  std::vector<std::string> layers = fields.texts("layer_types");
+  fields.require(static_cast<int64_t>(layers.size()) == config.num_layers, "layer_types",
+                 fmt::format("must have num_hidden_layers = {} entries", config.num_layers));
+  for (std::string& layer : layers) {
+    if (layer == "linear_attention") {
+      layer = linear;
+    } else {
+      fields.require(layer == "full_attention", "layer_types", "entries are linear_attention or full_attention");
+      layer = std::string(linear) == "kda" ? "mla" : "attention";
+    }
+  }
+  return layers;
+}
+
+void read_mla(Fields& fields, MlaConfig& mla) {
+  mla.num_heads = fields.integer("num_attention_heads");
+  const int64_t kv_heads = fields.integer("num_key_value_heads", mla.num_heads);
+  fields.require(kv_heads == mla.num_heads, "num_key_value_heads", "must equal num_attention_heads");
+  if (fields.has("q_lora_rank")) mla.q_lora_rank = fields.integer("q_lora_rank");
+  mla.kv_lora_rank = fields.integer("kv_lora_rank");
+  mla.qk_nope_head_dim = fields.integer("qk_nope_head_dim");
+  mla.qk_rope_head_dim = fields.integer("qk_rope_head_dim");
+  mla.v_head_dim = fields.integer("v_head_dim");
+}
+
+// Kimi's first spelling: both lists in linear_attn_config count from 1.
+std::vector<std::string> read_kimi_layer_lists(Fields& linear, int64_t num_layers) {
+  std::vector<std::string> layers(static_cast<size_t>(num_layers));
+  const auto place = [&](const char* key, const char* kind) {
+    for (int64_t entry : linear.integers(key)) {
+      linear.require(entry >= 1 && entry <= num_layers, key, "entries count from 1 to num_hidden_layers");
+      std::string& layer = layers[static_cast<size_t>(entry - 1)];
+      linear.require(layer.empty(), key, fmt::format("layer {} is named twice", entry));
+      layer = kind;
+    }
+  };
+  place("kda_layers", "kda");
+  place("full_attn_layers", "mla");
+  for (int64_t i = 0; i < num_layers; ++i)
+    linear.require(!layers[static_cast<size_t>(i)].empty(), "kda_layers",
+                   fmt::format("layer {} is in neither kda_layers nor full_attn_layers", i + 1));
+  return layers;
+}
+
+void read_kimi(Fields& fields, ModelConfig& config) {
+  read_mla(fields, config.mla);
+  fields.require(fields.boolean("mla_use_nope", true), "mla_use_nope", "Kimi Linear's MLA has no positions");
+  for (const char* key : {"rope_theta", "rope_scaling", "rope_parameters"}) fields.has(key);  // no layer rotates
+  if (fields.has("linear_attn_config")) {
+    Fields linear = fields.section("linear_attn_config");
+    config.kda.num_heads = linear.integer("num_heads");
+    config.kda.head_dim = linear.integer("head_dim");
+    config.kda.conv_size = linear.integer("short_conv_kernel_size", 4);
+    config.layers = read_kimi_layer_lists(linear, config.num_layers);
+    linear.refuse_unknown_mathematics();
+  } else {
+    config.kda.num_heads = fields.integer("linear_num_heads");
+    config.kda.head_dim = fields.integer("linear_head_dim");
+    config.kda.conv_size = fields.integer("linear_conv_kernel_dim", 4);
+    config.layers = read_layer_types(fields, config, "kda");
+  }
+  // A dense model may still carry num_experts; which layers are dense decides.
+  const int64_t num_experts = fields.integer("num_experts", 0);
+  if (fields.has("mlp_layer_types")) {
+    const std::vector<std::string> kinds = fields.texts("mlp_layer_types");
+    const bool dense = std::all_of(kinds.begin(), kinds.end(), [](const auto& kind) { return kind == "dense"; });
+    fields.require(dense, "mlp_layer_types", kNoExperts);
+  } else if (num_experts > 0 && fields.integer("first_k_dense_replace", 0) < config.num_layers) {
+    fields.unsupported("num_experts", kNoExperts);
+  }
+  // Fields of the experts that a dense model may carry.
+  for (const char* key : {"first_k_dense_replace", "moe_renormalize", "routed_scaling_factor"}) fields.has(key);
+}
+
+void read_deepseek(Fields& fields, ModelConfig& config) {
+  read_mla(fields, config.mla);
+  config.layers = {"mla"};
+  std::optional<double> partial;
+  config.mla.rope_theta = read_rope_theta(fields, partial);
+  config.mla.rope = fields.boolean("rope_interleave", true) ? RopeKind::kInterleaved : RopeKind::kHalfSplit;
+  if (fields.integer("n_routed_experts", 0) > 0 && fields.integer("first_k_dense_replace", 0) < config.num_layers)
+    fields.unsupported("n_routed_experts", kNoExperts);
+  for (const char* key : {"first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor"}) fields.has(key);
+}
+
+void read_attention(Fields& fields, ModelConfig& config) {
+  config.attention.num_heads = fields.integer("num_attention_heads");
+  config.attention.num_kv_heads = fields.integer("num_key_value_heads", config.attention.num_heads);
+  fields.require(config.attention.num_heads > 0, "num_attention_heads", "must be positive");
+  config.attention.head_dim = fields.integer("head_dim", config.hidden_size / config.attention.num_heads);
+  std::optional<double> partial;
+  config.attention.rope = RopeKind::kHalfSplit;
+  config.attention.rope_theta = read_rope_theta(fields, partial);
+  if (partial)
+    config.attention.rope_dim = static_cast<int64_t>(*partial * static_cast<double>(config.attention.head_dim));
+}
+
+void read_qwen3_next(Fields& fields, ModelConfig& config) {
+  read_attention(fields, config);
+  config.attention.output_gate = true;
+  config.attention.qk_norm = true;
+  config.norm = NormWeight::kOneCentred;
+  config.gdn.num_heads = fields.integer("linear_num_key_heads");
+  config.gdn.num_value_heads = fields.integer("linear_num_value_heads");
+  config.gdn.head_dim = fields.integer("linear_key_head_dim");
+  config.gdn.value_head_dim = fields.integer("linear_value_head_dim");
+  config.gdn.conv_size = fields.integer("linear_conv_kernel_dim", 4);
+  if (fields.has("layer_types")) {
+    config.layers = read_layer_types(fields, config, "gdn");
+  } else {
+    const int64_t interval = fields.integer("full_attention_interval", 4);
+    fields.require(interval > 0, "full_attention_interval", "must be positive");
+    config.layers.clear();
+    for (int64_t i = 0; i < config.num_layers; ++i)
+      config.layers.emplace_back((i + 1) % interval == 0 ? "attention" : "gdn");
+  }
+  const std::vector<int64_t> dense = fields.integers("mlp_only_layers");
+  const int64_t sparse_step = fields.integer("decoder_sparse_step", 1);
+  fields.require(sparse_step > 0, "decoder_sparse_step", "must be positive");
+  if (fields.integer("num_experts", 0) > 0) {
+    for (int64_t i = 0; i < config.num_layers; ++i)
+      if ((i + 1) % sparse_step == 0 && std::find(dense.begin(), dense.end(), i) == dense.end())
+        fields.unsupported("num_experts", kNoExperts);
+  }
+  fields.has("norm_topk_prob");
+}
+
+// Row ranges of one part of Qwen3-Next's packed projections: the public rows go in blocks, one a key head.
+std::vector<RowRange> blocked_rows(int64_t num_blocks, int64_t block_rows, int64_t offset, int64_t count) {
+  std::vector<RowRange> rows;
+  for (int64_t block = 0; block < num_blocks; ++block) rows.push_back({block * block_rows + offset, count});
+  return rows;
+}
+
+// Places of Gated DeltaNet and gated attention parameters of Qwen3-Next; the field stays empty for all others.
+std::optional<HfPlace> qwen_packed_place(const ModelConfig& config, const std::string& prefix, const std::string& leaf) {
+  const GdnConfig& gdn = config.gdn;
+  const int64_t D = config.hidden_size, H = gdn.num_heads, HV = gdn.num_value_heads.value_or(H), r = HV / H;
+  const int64_t K = gdn.head_dim, V = gdn.value_head_dim.value_or(K);
+  // in_proj_qkvz: per key head q K, k K, v r*V, z r*V rows. in_proj_ba: per key head b r, a r rows.
+  const int64_t qkvz_block = 2 * K + 2 * r * V;
+  const auto qkvz = [&](int64_t offset, int64_t count) {
+    return HfPlace{.names = {prefix + "in_proj_qkvz.weight"},
+                   .shape = {H * qkvz_block, D},
+                   .rows = blocked_rows(H, qkvz_block, offset, count)};
+  };
+  const auto ba = [&](int64_t offset) {
+    return HfPlace{
+        .names = {prefix + "in_proj_ba.weight"}, .shape = {2 * HV, D}, .rows = blocked_rows(H, 2 * r, offset, r)};
+  };
+  const auto conv = [&](int64_t start, int64_t count) {
+    return HfPlace{.names = {prefix + "conv1d.weight"},
+                   .shape = {2 * H * K + HV * V, 1, gdn.conv_size},
+                   .rows = {{start, count}}};
+  };
+  if (leaf == "q_proj.weight") return qkvz(0, K);
+  if (leaf == "k_proj.weight") return qkvz(K, K);
+  if (leaf == "v_proj.weight") return qkvz(2 * K, r * V);
+  if (leaf == "z_proj.weight") return qkvz(2 * K + r * V, r * V);
+  if (leaf == "b_proj.weight") return ba(0);
+  if (leaf == "a_proj.weight") return ba(r);
+  if (leaf == "q_conv1d.weight") return conv(0, H * K);
+  if (leaf == "k_conv1d.weight") return conv(H * K, H * K);
+  if (leaf == "v_conv1d.weight") return conv(2 * H * K, HV * V);
+  return std::nullopt;
+}
+
+// The rest of `name` behind `marker`, when it is there.
+std::optional<std::string> after(const std::string& name, const std::string& marker) {
+  const size_t at = name.find(marker);
+  if (at == std::string::npos) return std::nullopt;
+  return name.substr(at + marker.size());
+}
+
+}  // namespace
+
+HfModel read_hf_config(std::string_view json, const std::string& file) {
+  Json object;
+  try {
+    object = Json::parse(json);
+  } catch (const Json::exception& error) {
+    throw_user_error(file, ": not valid JSON: ", error.what());
+  }
+  if (!object.is_object()) throw_user_error(file, ": must be a JSON object");
+  Fields fields(object, file, "");
+  HfModel model;
+  const std::string type = fields.text("model_type", "");
+  read_common(fields, model.config);
+  if (type == "kimi_linear") {
+    model.family = HfFamily::kKimiLinear;
+    read_kimi(fields, model.config);
+  } else if (type == "deepseek_v3") {
+    model.family = HfFamily::kDeepseekV3;
+    read_deepseek(fields, model.config);
+  } else if (type == "qwen3_next") {
+    model.family = HfFamily::kQwen3Next;
+    read_qwen3_next(fields, model.config);
+  } else if (type == "llama") {
+    model.family = HfFamily::kLlama;
+    read_attention(fields, model.config);
+    model.config.layers = {"attention"};
+  } else {
+    fields.unsupported("model_type", "supported are kimi_linear, deepseek_v3, qwen3_next and llama");
+  }
+  fields.refuse_unknown_mathematics();
+  validate(model.config);
+  return model;
+}
+
+HfPlace hf_place(const HfModel& model, const ParameterSpec& parameter) {
+  const std::string& name = parameter.name;
+  const int64_t num_rows = parameter.shape[0];
+  if (model.family == HfFamily::kQwen3Next) {
+    if (const auto leaf = after(name, "linear_attn."))
+      if (auto place = qwen_packed_place(model.config, name.substr(0, name.size() - leaf->size()), *leaf))
+        return *place;
+    // The query projection holds, per head, the query's rows and then the gate's.
+    const auto leaf = after(name, "self_attn.");
+    if (leaf == "q_proj.weight" || leaf == "g_proj.weight") {
+      const int64_t H = model.config.attention.num_heads, d = model.config.attention.head_dim;
+      return {.names = {name.substr(0, name.size() - leaf->size()) + "q_proj.weight"},
+              .shape = {2 * H * d, model.config.hidden_size},
+              .rows = blocked_rows(H, 2 * d, leaf == "g_proj.weight" ? d : 0, d)};
+    }
+  }
+  HfPlace place{.names = {name}, .shape = parameter.shape, .rows = {{0, num_rows}}};
+  if (model.family == HfFamily::kKimiLinear) {
+    place.any_shape = name.ends_with(".A_log");
+    if (const auto leaf = after(name, ".mlp."))
+      place.names.push_back(name.substr(0, name.size() - leaf->size() - 4) + "block_sparse_moe." + *leaf);
+  }
+  return place;
+}
+
+}  // namespace palimpsest
