@@ -69,7 +69,8 @@ struct DataSource {
   bool operator==(const DataSource&) const = default;
 };
 
-// An evaluation set. A set given as a bare path has the name "eval".
+// An evaluation set.
+inline constexpr std::string_view kBareEvalName = "eval";  // of a set given as a path without a name
 struct NamedPath {
   std::string name;
   std::string path;
@@ -245,7 +246,7 @@ DType dtype_of(const Config& config);           // of activations, of a resolved
 // ---- printing and comparing: trainer/config.cpp ----
 
 // YAML that parse_config reads back to the same values, every field of it.
-std::string to_yaml(Config config);
+std::string to_yaml(const Config& config);
 // Every field: key, type, default, help; a line each.
 std::string explain_config();
 // 64-bit hash of to_yaml, 16 hexadecimal digits.

@@ -1,0 +1,264 @@
+#include "trainer/config.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <map>
+#include <utility>
+
+#include "kernels/random.h"
+#include "trainer/config_fields.h"
+#include "trainer/yaml_tree.h"
+
+namespace palimpsest {
+
+namespace {
+
+// Key and value in one line: "data.sequence_length is -5, must be at least 1".
+template <class T>
+void require(bool holds, std::string_view key, const T& value, std::string_view wanted) {
+  if (!holds) throw_user_error(fmt::format("{} is {}, must be {}", key, value, wanted));
+}
+
+void validate_path(std::string_view key, const std::string& path) {
+  if (path.empty()) throw_user_error(fmt::format("{} is empty, must be a path", key));
+}
+
+void validate(const RunConfig& run) {
+  validate_path("run.dir", run.dir);
+  require(run.seed >= 0, "run.seed", run.seed, "at least 0");
+}
+
+void validate(const HardwareConfig& hardware) {
+  if (hardware.peak_tflops) {
+    require(*hardware.peak_tflops > 0, "hardware.peak_tflops", *hardware.peak_tflops, "above 0, or null");
+  }
+  if (hardware.threads) {
+    require(*hardware.threads >= 1 && *hardware.threads <= 1024, "hardware.threads", *hardware.threads,
+            "from 1 to 1024, or null");
+  }
+}
+
+void validate(const DataConfig& data) {
+  for (size_t i = 0; i < data.train.size(); ++i) {
+    const std::string key = data.train.size() == 1 ? "data.train" : fmt::format("data.train[{}]", i);
+    validate_path(key, data.train[i].path);
+    require(data.train[i].weight > 0, fmt::format("data.train[{}].weight", i), data.train[i].weight, "above 0");
+  }
+  for (const NamedPath& set : data.eval) {
+    // The names become keys of metrics.jsonl and TensorBoard tags.
+    const auto is_plain = [](char c) {
+      return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
+    };
+    bool plain = !set.name.empty();
+    for (const char c : set.name) plain = plain && is_plain(c);
+    if (!plain) {
+      throw_user_error("data.eval has a set named ", quote(set.name), ", must be of letters, digits, '_' and '-'");
+    }
+    validate_path("data.eval." + quote(set.name), set.path);
+  }
+  validate_path("data.tokenizer", data.tokenizer);
+  constexpr int64_t kLongestRow = int64_t{1} << 30;
+  require(data.sequence_length >= 1, "data.sequence_length", data.sequence_length, "at least 1");
+  require(data.sequence_length <= kLongestRow, "data.sequence_length", data.sequence_length, "at most 2^30");
+}
+
+void validate(const TrainConfig& train, int64_t sequence_length) {
+  if (train.steps) require(*train.steps >= 1, "train.steps", *train.steps, "at least 1");
+  if (train.tokens) require(*train.tokens >= 1, "train.tokens", *train.tokens, "at least 1");
+  if (train.steps && train.tokens) {
+    throw_user_error(
+        "train.tokens and train.steps are both given, must be one of the two (train.steps=null drops one)");
+  }
+  constexpr int64_t kMostRows = int64_t{1} << 30;
+  require(train.sequences_per_step >= 1 && train.sequences_per_step <= kMostRows, "train.sequences_per_step",
+          train.sequences_per_step, "from 1 to 2^30");
+  require(train.micro_batch >= 1 && train.micro_batch <= kMostRows, "train.micro_batch", train.micro_batch,
+          "from 1 to 2^30");
+  // Token positions within a micro-batch are 32-bit numbers.
+  require(train.micro_batch <= INT32_MAX / sequence_length, "train.micro_batch", train.micro_batch,
+          fmt::format("at most {} with a data.sequence_length of {}", INT32_MAX / sequence_length, sequence_length));
+  require(train.eval_every >= 0, "train.eval_every", train.eval_every, "at least 0 (0: never)");
+  if (train.eval_rows) require(*train.eval_rows >= 1, "train.eval_rows", *train.eval_rows, "at least 1, or null");
+  if (train.max_minutes) {
+    require(*train.max_minutes > 0, "train.max_minutes", *train.max_minutes, "above 0, or null");
+  }
+  require(train.z_loss >= 0, "train.z_loss", train.z_loss, "at least 0");
+  require(train.max_skipped_steps >= 0, "train.max_skipped_steps", train.max_skipped_steps, "at least 0");
+}
+
+void validate(const OptimizerConfig& optimizer) {
+  require(optimizer.lr >= 0, "optimizer.lr", optimizer.lr, "at least 0");
+  for (const double beta : optimizer.betas)
+    require(beta >= 0 && beta < 1, "optimizer.betas", beta, "from 0 to below 1");
+  require(optimizer.eps > 0, "optimizer.eps", optimizer.eps, "above 0");
+  require(optimizer.weight_decay >= 0, "optimizer.weight_decay", optimizer.weight_decay, "at least 0");
+  if (optimizer.grad_clip) {
+    require(*optimizer.grad_clip > 0, "optimizer.grad_clip", *optimizer.grad_clip, "above 0, or null");
+  }
+}
+
+void validate(const ScheduleConfig& schedule, double lr) {
+  require(schedule.warmup_steps >= 0, "schedule.warmup_steps", schedule.warmup_steps, "at least 0");
+  if (schedule.decay_steps) {
+    require(*schedule.decay_steps >= 0, "schedule.decay_steps", *schedule.decay_steps, "at least 0, or null");
+  }
+  require(schedule.min_lr >= 0, "schedule.min_lr", schedule.min_lr, "at least 0");
+  require(schedule.min_lr <= lr, "schedule.min_lr", schedule.min_lr, fmt::format("at most optimizer.lr, {}", lr));
+}
+
+void validate(const ParallelConfig& parallel) {
+  require(parallel.data == -1 || parallel.data == 1, "parallel.data", parallel.data, "1 or -1: one rank trains so far");
+  require(parallel.sequence == 1, "parallel.sequence", parallel.sequence, "1: one rank trains so far");
+  require(parallel.tensor == 1, "parallel.tensor", parallel.tensor, "1: one rank trains so far");
+  require(parallel.zero == 1, "parallel.zero", parallel.zero, "1: with one rank there is nothing to shard");
+  require(parallel.timeout_s > 0, "parallel.timeout_s", parallel.timeout_s, "above 0");
+}
+
+void validate(const CheckpointConfig& checkpoint) {
+  require(checkpoint.every >= 0, "checkpoint.every", checkpoint.every, "at least 0 (0: at the end alone)");
+  require(checkpoint.keep_last >= 1, "checkpoint.keep_last", checkpoint.keep_last, "at least 1");
+  require(checkpoint.keep_every >= 0, "checkpoint.keep_every", checkpoint.keep_every, "at least 0 (0: none)");
+}
+
+void validate_precision(const Config& config) {
+  if (config.precision == Precision::kBF16 && config.device == DeviceChoice::kCpu) {
+    throw_user_error("precision is bf16, must be f32 or f64 on the CPU: bf16 is for device: cuda");
+  }
+  if (config.precision == Precision::kF64 && config.device == DeviceChoice::kCuda) {
+    throw_user_error("precision is f64, must be f32 or bf16 on a GPU: f64 is for device: cpu");
+  }
+}
+
+}  // namespace
+
+void validate(const Config& config) {
+  validate(config.run);
+  validate_path("resume", config.resume);
+  if (config.from) validate_path("from", *config.from);
+  validate_precision(config);
+  validate(config.hardware);
+  validate(config.model);
+  validate(config.data);
+  constexpr int64_t kByteIds = 258;
+  if (config.data.tokenizer == "bytes") {
+    require(config.model.vocab_size >= kByteIds, "model.vocab_size", config.model.vocab_size,
+            "at least 258, the ids of data.tokenizer: bytes");
+  }
+  validate(config.train, config.data.sequence_length);
+  validate(config.optimizer);
+  validate(config.schedule, config.optimizer.lr);
+  validate(config.parallel);
+  validate(config.checkpoint);
+}
+
+void validate_for_training(const Config& config) {
+  if (config.data.train.empty()) {
+    throw_user_error("data.train is missing: give a folder of token shards, as `palimpsest tokenize` writes them");
+  }
+  if (!config.train.steps && !config.train.tokens) {
+    throw_user_error("train.steps is missing: give train.steps, or train.tokens in its place");
+  }
+}
+
+Config resolve(Config config, bool has_cuda) {
+  if (config.device == DeviceChoice::kAuto) config.device = has_cuda ? DeviceChoice::kCuda : DeviceChoice::kCpu;
+  const bool cuda = config.device == DeviceChoice::kCuda;
+  if (cuda && !has_cuda)
+    throw_user_error("device is cuda, but there is no GPU that this build can use; try device=cpu");
+  if (config.precision == Precision::kAuto) config.precision = cuda ? Precision::kBF16 : Precision::kF32;
+  validate_precision(config);
+  return config;
+}
+
+int64_t tokens_per_step(const Config& config) {
+  return config.train.sequences_per_step * config.data.sequence_length;
+}
+
+int64_t total_steps(const Config& config) {
+  if (config.train.steps) return *config.train.steps;
+  CHECK(config.train.tokens.has_value(), "neither train.steps nor train.tokens is given");
+  const int64_t step = tokens_per_step(config);
+  return *config.train.tokens / step + (*config.train.tokens % step != 0 ? 1 : 0);
+}
+
+Device device_of(const Config& config) {
+  CHECK(config.device != DeviceChoice::kAuto, "the config is not resolved");
+  return config.device == DeviceChoice::kCuda ? Device::kCuda : Device::kCpu;
+}
+
+DType dtype_of(const Config& config) {
+  switch (config.precision) {
+    case Precision::kF32:
+      return DType::kF32;
+    case Precision::kBF16:
+      return DType::kBF16;
+    case Precision::kF64:
+      return DType::kF64;
+    case Precision::kAuto:
+      break;
+  }
+  CHECK(false, "the config is not resolved");
+  return DType::kF32;
+}
+
+std::string to_yaml(const Config& config) {
+  std::string text;
+  for (const ConfigField& field : list_fields(config)) {
+    const size_t dot = field.key.rfind('.');
+    size_t depth = 0;
+    for (const char c : field.key) depth += c == '.' ? 1 : 0;
+    text += std::string(2 * depth, ' ') + (dot == std::string::npos ? field.key : field.key.substr(dot + 1)) + ":";
+    text += field.is_section ? "\n" : " " + field.value + "\n";
+  }
+  return text;
+}
+
+std::string explain_config() {
+  std::string text;
+  for (const ConfigField& field : list_fields(Config())) {
+    if (field.is_section) {
+      text += fmt::format("\n{}: {}\n", field.key, field.help);
+    } else {
+      text += fmt::format("  {} ({}; default {}): {}\n", field.key, field.type, field.value, field.help);
+    }
+  }
+  return text;
+}
+
+std::string hash_text(const Config& config) {
+  return fmt::format("{:016x}", hash_of(to_yaml(config)));
+}
+
+std::vector<ConfigDifference> differences(const Config& before, const Config& after) {
+  const std::vector<ConfigField> old_fields = list_fields(before);
+  const std::vector<ConfigField> new_fields = list_fields(after);
+  std::vector<ConfigDifference> result;
+  for (size_t i = 0; i < old_fields.size(); ++i) {
+    if (old_fields[i].value == new_fields[i].value) continue;
+    result.push_back({old_fields[i].key, old_fields[i].value, new_fields[i].value});
+  }
+  return result;
+}
+
+std::vector<std::string> resume_notices(const Config& saved, const Config& now) {
+  std::string fixed;
+  std::vector<std::string> notices;
+  for (const ConfigDifference& difference : differences(saved, now)) {
+    const std::string& key = difference.key;
+    // Where the run lies, and what it starts from, say nothing about its course.
+    if (key == "run.dir" || key == "resume" || key == "from") continue;
+    if (key.starts_with("model.")) {
+      fixed +=
+          fmt::format("{}{} ({} there, {} here)", fixed.empty() ? "" : ", ", key, difference.before, difference.after);
+    } else {
+      notices.push_back(fmt::format("{} was {} and is now {}", key, difference.before, difference.after));
+    }
+  }
+  if (!fixed.empty()) {
+    throw_user_error("the checkpoint is of another model: ", fixed, "; set these back, or give another run.dir");
+  }
+  return notices;
+}
+
+}  // namespace palimpsest
