@@ -1,0 +1,303 @@
+// Runs whole models of the public implementations, from $PALIMPSEST_GOLDEN_DIR/models (default: the copies in
+// tests/golden), through the form that training uses: logits, loss of every token, every gradient and the whole AdamW
+// trajectory, in f32 and f64. Tolerances stand in each folder's reference.json. A folder whose configuration is not
+// supported is reported as "SKIPPED folder: field = value".
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "data/file_ops.h"
+#include "data/safetensors.h"
+#include "kernels/adamw.h"
+#include "kernels/elementwise.h"
+#include "model/language_model.h"
+#include "trainer/hf_model.h"
+#include "trainer/hf_weights.h"
+
+namespace palimpsest {
+namespace {
+
+std::string models_directory() {
+  const char* root = std::getenv("PALIMPSEST_GOLDEN_DIR");
+  return std::string(root ? root : PALIMPSEST_SOURCE_DIR "/tests/golden") + "/models";
+}
+
+std::vector<std::string> model_folders() {
+  std::vector<std::string> folders;
+  for (const std::string& name : list_directory(models_directory()))
+    if (is_directory(models_directory() + "/" + name)) folders.push_back(name);
+  return folders;
+}
+
+// norm(a - b) / norm(b), in f64.
+double relative_error(const std::vector<double>& a, const std::vector<float>& b) {
+  EXPECT_EQ(a.size(), b.size());
+  double difference = 0, reference = 0;
+  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    difference += (a[i] - b[i]) * (a[i] - b[i]);
+    reference += static_cast<double>(b[i]) * b[i];
+  }
+  return std::sqrt(difference) / std::max(std::sqrt(reference), 1e-30);
+}
+
+std::vector<double> to_doubles(const Tensor& tensor) {
+  std::vector<double> values(static_cast<size_t>(tensor.numel()));
+  for (size_t i = 0; i < values.size(); ++i)
+    values[i] = tensor.dtype() == DType::kF64 ? tensor.data<double>()[i] : tensor.data<float>()[i];
+  return values;
+}
+
+// A model on the CPU with all its memory, sized by a rehearsal.
+class ModelRun {
+ public:
+  ModelRun(const HfModel& hf, DType dtype, int64_t rows, int64_t row_length)
+      : hf_(hf), dtype_(dtype), rows_(rows), row_length_(row_length), model_(hf.config, registry_) {
+    Arena parameters = Arena::planning("parameters", Device::kCpu),
+          gradients = Arena::planning("gradients", Device::kCpu),
+          optimizer = Arena::planning("optimizer", Device::kCpu),
+          activations = Arena::planning("activations", Device::kCpu),
+          scratch = Arena::planning("scratch", Device::kCpu);
+    registry_.bind(dtype, ParameterUse::kTraining, parameters, gradients, optimizer);
+    allocate_inputs(activations);
+    Stream stream(Device::kCpu, scratch);
+    Context context{stream, activations, dtype};
+    model_.forward_backward(context, input(), {}, loss_sum_, z_sum_);
+    model_.forward_logits(context, input(), logits_);
+    model_.forward_loss(context, input(), token_loss_);
+    parameters_.emplace("parameters", Device::kCpu, parameters.peak());
+    gradients_.emplace("gradients", Device::kCpu, gradients.peak());
+    optimizer_.emplace("optimizer", Device::kCpu, optimizer.peak());
+    activations_.emplace("activations", Device::kCpu, activations.peak());
+    scratch_.emplace("scratch", Device::kCpu, scratch.peak());
+    registry_.bind(dtype, ParameterUse::kTraining, *parameters_, *gradients_, *optimizer_);
+    allocate_inputs(*activations_);
+    stream_.emplace(Device::kCpu, *scratch_);
+    fill_zero(*stream_, control_);
+    registry_.zero_optimizer(*stream_);
+  }
+
+  // tokens [B, T+1]: inputs are columns 0..T-1, targets 1..T; each row is a document.
+  void set_tokens(const int32_t* tokens) {
+    for (int64_t b = 0; b < rows_; ++b) {
+      for (int64_t t = 0; t < row_length_; ++t) {
+        const int64_t at = b * row_length_ + t;
+        tokens_.data<int32_t>()[at] = tokens[b * (row_length_ + 1) + t];
+        targets_.data<int32_t>()[at] = tokens[b * (row_length_ + 1) + t + 1];
+        positions_.data<int32_t>()[at] = static_cast<int32_t>(t);
+      }
+    }
+  }
+
+  // Mean loss and the gradient norm before clipping of one pass; gradients are in the registry afterwards.
+  struct StepResult {
+    double loss, grad_norm;
+  };
+  StepResult forward_backward() {
+    Context context{*stream_, *activations_, dtype_};
+    registry_.zero_gradients(*stream_);
+    fill_zero(*stream_, loss_sum_);
+    fill_zero(*stream_, z_sum_);
+    const double num_targets = static_cast<double>(rows_ * row_length_);
+    model_.forward_backward(context, input(), {.grad_scale = 1.0 / num_targets}, loss_sum_, z_sum_);
+    control_.data<double>()[kNormSquared] = 0;
+    for (Parameter& parameter : registry_.parameters()) accumulate_norm_squared(*stream_, control_, parameter.grad);
+    return {loss_sum_.data<double>()[0] / num_targets, std::sqrt(control_.data<double>()[kNormSquared])};
+  }
+
+  void optimizer_step(const nlohmann::json& reference) {
+    prepare_step(*stream_, control_, reference.at("clip"));
+    for (Parameter& parameter : registry_.parameters())
+      adamw_step(*stream_, parameter.value, parameter.adam_m, parameter.adam_v, parameter.grad, control_,
+                 {.lr = reference.at("lr"),
+                  .beta1 = reference.at("betas").at(0),
+                  .beta2 = reference.at("betas").at(1),
+                  .eps = reference.at("eps"),
+                  .weight_decay =
+                      parameter.spec.decay == WeightDecay::kYes ? reference.at("weight_decay").get<double>() : 0.0});
+  }
+
+  std::vector<double> logits() {
+    Context context{*stream_, *activations_, dtype_};
+    model_.forward_logits(context, input(), logits_);
+    return to_doubles(logits_);
+  }
+
+  std::vector<double> token_loss() {
+    Context context{*stream_, *activations_, dtype_};
+    model_.forward_loss(context, input(), token_loss_);
+    return to_doubles(token_loss_);
+  }
+
+  ParameterRegistry& registry() { return registry_; }
+
+ private:
+  void allocate_inputs(Arena& arena) {
+    const int64_t N = rows_ * row_length_;
+    tokens_ = arena.allocate(DType::kI32, {N});
+    targets_ = arena.allocate(DType::kI32, {N});
+    positions_ = arena.allocate(DType::kI32, {N});
+    loss_sum_ = arena.allocate(DType::kF64, {1});
+    z_sum_ = arena.allocate(DType::kF64, {1});
+    control_ = arena.allocate(DType::kF64, {kStepControlSize});
+    logits_ = arena.allocate(dtype_, {N, hf_.config.vocab_size});
+    token_loss_ = arena.allocate(dtype_, {N});
+  }
+
+  ModelInput input() const {
+    return {.tokens = tokens_,
+            .targets = targets_,
+            .sequence = {.documents = Documents::rows(rows_, row_length_), .positions = positions_}};
+  }
+
+  HfModel hf_;
+  DType dtype_;
+  int64_t rows_, row_length_;
+  ParameterRegistry registry_;
+  LanguageModel model_;
+  std::optional<Arena> parameters_, gradients_, optimizer_, activations_, scratch_;
+  std::optional<Stream> stream_;
+  Tensor tokens_, targets_, positions_, loss_sum_, z_sum_, control_, logits_, token_loss_;
+};
+
+std::vector<float> read_all(const SafetensorsFile& file, const std::string& name) {
+  const SafeTensor& tensor = file.tensors().at(name);
+  std::vector<float> values(static_cast<size_t>(tensor.numel()));
+  read_as_f32(tensor, 0, values, name);
+  return values;
+}
+
+// Where the reference's gradient of a parameter lies. Its names are the in-memory ones of the public library, which for
+// Kimi differ from the file's: one stacked convolution, and a sub-module for the decay.
+HfPlace gradient_place(const HfModel& hf, const ParameterSpec& spec) {
+  HfPlace place = hf_place(hf, spec);
+  if (hf.family != HfFamily::kKimiLinear) return place;
+  std::string& name = place.names[0];
+  for (const char* leaf : {"A_log", "dt_bias", "f_a_proj.weight", "f_b_proj.weight"})
+    if (name.ends_with(std::string("self_attn.") + leaf))
+      name.insert(name.size() - std::string(leaf).size(), "forget_gate.");
+  const int64_t qk = hf.config.kda.num_heads * hf.config.kda.head_dim;
+  const std::pair<const char*, int64_t> convolutions[] = {
+      {"q_conv1d.weight", 0}, {"k_conv1d.weight", qk}, {"v_conv1d.weight", 2 * qk}};
+  for (const auto& [leaf, start] : convolutions) {
+    if (!name.ends_with(leaf)) continue;
+    name = name.substr(0, name.size() - std::string(leaf).size()) + "conv1d.weight";
+    place.shape = {3 * qk, 1, spec.shape[2]};
+    place.rows = {{start, spec.shape[0]}};
+  }
+  return place;
+}
+
+struct Case {
+  std::string folder;
+  DType dtype;
+};
+
+class GoldenModels : public testing::TestWithParam<Case> {
+ protected:
+  void check(const char* what, double error, double limit) {
+    std::printf("%-20s %s %-52s %.2e (limit %.0e)\n", GetParam().folder.c_str(), name_of(GetParam().dtype), what, error,
+                limit);
+    EXPECT_LE(error, limit) << what;
+    EXPECT_FALSE(std::isnan(error)) << what;
+  }
+};
+
+TEST_P(GoldenModels, MatchesThePublicImplementation) {
+  const char* device = std::getenv("PALIMPSEST_DEVICE");
+  if (device && std::string(device) != "cpu")
+    GTEST_SKIP() << "PALIMPSEST_DEVICE = " << device << ": this build has the CPU alone";
+  const std::string folder = models_directory() + "/" + GetParam().folder;
+  HfModel hf;
+  try {
+    hf = read_hf_config(read_whole_file(folder + "/config.json"), GetParam().folder);
+  } catch (const UserError& error) {
+    std::printf("SKIPPED %s\n", error.what());
+    GTEST_SKIP() << error.what();
+  }
+  const nlohmann::json reference = nlohmann::json::parse(read_whole_file(folder + "/reference.json"));
+  const nlohmann::json& tolerance = reference.at("tolerance");
+  const SafetensorsFile values(folder + "/reference.safetensors");
+  const SafeTensor& all_tokens = values.tensors().at("tokens");
+  const int64_t steps = all_tokens.shape.at(0), rows = all_tokens.shape.at(1), row_length = all_tokens.shape.at(2) - 1;
+  const std::vector<int32_t> tokens = read_as_i32(all_tokens, "tokens");
+
+  ModelRun run(hf, GetParam().dtype, rows, row_length);
+  load_hf_weights(SafetensorsFolder(folder), hf, run.registry());
+  run.set_tokens(tokens.data());
+  check("logits", relative_error(run.logits(), read_all(values, "logits")), tolerance.at("logits"));
+  check("token_loss", relative_error(run.token_loss(), read_all(values, "token_loss")), tolerance.at("token_loss"));
+
+  // Every gradient of the mean token loss.
+  run.forward_backward();
+  size_t gradients_left = 0;
+  for (const auto& [name, tensor] : values.tensors())
+    gradients_left += name.starts_with("grad.") ? tensor.bytes.size() / 4 : 0;
+  double worst = 0;
+  std::string worst_name;
+  for (const Parameter& parameter : run.registry().parameters()) {
+    const HfPlace place = gradient_place(hf, parameter.spec);
+    const std::string name = "grad." + place.names[0];
+    ASSERT_TRUE(values.tensors().count(name)) << name << " is not in the reference";
+    std::vector<float> expected(static_cast<size_t>(parameter.grad.numel()));
+    gather_hf_rows(values.tensors().at(name), place, expected, name);
+    double limit = tolerance.at("gradient");
+    if (tolerance.contains("gradient_where_name_contains"))
+      for (const auto& [part, looser] : tolerance.at("gradient_where_name_contains").items())
+        if (name.find(part) != std::string::npos) limit = std::max(limit, looser.get<double>());
+    const double error = relative_error(to_doubles(parameter.grad), expected);
+    EXPECT_LE(error, limit) << name;
+    EXPECT_FALSE(std::isnan(error)) << name;
+    if (error / limit > worst) {
+      worst = error / limit;
+      worst_name = name;
+    }
+    gradients_left -= expected.size();
+  }
+  check(("worst gradient, over its limit: " + worst_name).c_str(), worst, 1.0);
+  EXPECT_EQ(gradients_left, 0u) << "elements of reference gradients that no parameter has";
+
+  // The whole trajectory: loss and norm before each update.
+  const std::vector<float> losses = read_all(values, "trajectory_loss");
+  const std::vector<float> norms = read_all(values, "trajectory_grad_norm");
+  double worst_loss = 0, worst_norm = 0;
+  for (int64_t step = 0; step < steps; ++step) {
+    const auto i = static_cast<size_t>(step);
+    run.set_tokens(tokens.data() + step * rows * (row_length + 1));
+    const auto [loss, norm] = run.forward_backward();
+    run.optimizer_step(reference);
+    worst_loss =
+        std::max(worst_loss, std::abs(loss - losses[i]) / tolerance.at("trajectory_loss_absolute").at(i).get<double>());
+    worst_norm = std::max(worst_norm, std::abs(norm - norms[i]) / norms[i] /
+                                          tolerance.at("trajectory_grad_norm_relative").at(i).get<double>());
+  }
+  check("trajectory loss, over its limit", worst_loss, 1.0);
+  check("trajectory gradient norm, over its limit", worst_norm, 1.0);
+}
+
+std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  for (const std::string& folder : model_folders())
+    for (DType dtype : {DType::kF32, DType::kF64}) cases.push_back({folder, dtype});
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(AllFolders, GoldenModels, testing::ValuesIn(all_cases()), [](const auto& info) {
+  std::string name = info.param.folder + "_" + name_of(info.param.dtype);
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return !std::isalnum(static_cast<unsigned char>(c)); }, '_');
+  return name;
+});
+
+TEST(GoldenModelsFolder, HoldsModels) {
+  EXPECT_FALSE(model_folders().empty()) << models_directory();
+}
+
+}  // namespace
+}  // namespace palimpsest
