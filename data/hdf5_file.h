@@ -3,7 +3,7 @@
 // Written so that every flipped bit is seen: metadata of format 1.10 carries checksums, every dataset is chunked with
 // Fletcher32. Times are not recorded, so equal content gives equal files. The library has one lock for the process;
 // it is taken for each piece of at most 4 MiB, so that reading data and writing a checkpoint interleave. No file locks.
-// A failure is a UserError of one line that names the file. The HDF5 library must be used through this header alone.
+// A failure is a UserError of one line that names the file.
 #pragma once
 
 #include <cstdint>
