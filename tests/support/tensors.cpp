@@ -1,5 +1,7 @@
 #include "tests/support/tensors.h"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -141,6 +143,12 @@ OwnedTensor random_tensor(DType dtype, Shape shape, uint64_t seed, double deviat
   return tensor;
 }
 
+OwnedTensor converted(const Tensor& tensor, DType dtype, int64_t row_gap) {
+  OwnedTensor result(dtype, tensor.shape(), row_gap);
+  set_values(result, values_of(tensor));
+  return result;
+}
+
 double relative_error(const std::vector<double>& got, const std::vector<double>& reference) {
   if (got.size() != reference.size()) return std::numeric_limits<double>::infinity();
   double difference = 0, norm = 0;
@@ -215,6 +223,13 @@ double relative_error(const std::vector<double>& got, const std::vector<double>&
   for (double gradient : all_gradients)
     if (!std::isfinite(gradient)) return ::testing::AssertionFailure() << "a gradient is " << gradient;
   return is_close(gradients, differences, tolerance);
+}
+
+void with_threads(int num_threads, const std::function<void()>& body) {
+  const int before = omp_get_max_threads();
+  omp_set_num_threads(num_threads);
+  body();
+  omp_set_num_threads(before);
 }
 
 double dot(const Tensor& a, const Tensor& b) {

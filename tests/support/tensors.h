@@ -50,6 +50,8 @@ void fill_nan(const Tensor& tensor);
 // Normal values with this mean and deviation, a pure function of the seed.
 void fill_random(const Tensor& tensor, uint64_t seed, double deviation = 1.0, double mean = 0.0);
 OwnedTensor random_tensor(DType dtype, Shape shape, uint64_t seed, double deviation = 1.0, int64_t row_gap = 0);
+// The same values in another dtype.
+OwnedTensor converted(const Tensor& tensor, DType dtype, int64_t row_gap = 0);
 
 // Norm of the difference over the norm of the reference (the plain norm of the difference for a zero reference);
 // infinity when a value is not finite or the sizes differ.
@@ -65,6 +67,9 @@ double relative_error(const std::vector<double>& got, const std::vector<double>&
 // elements spread over x. loss must be smooth within 2 * step of every element.
 ::testing::AssertionResult gradient_matches(const std::function<double()>& loss, const Tensor& x, const Tensor& dx,
                                             double tolerance = 1e-6, int64_t max_elements = 100, double step = 1e-3);
+
+// Runs body with this many OpenMP threads.
+void with_threads(int num_threads, const std::function<void()>& body);
 
 // sum of a * b: the loss whose gradient with respect to a is b.
 double dot(const Tensor& a, const Tensor& b);

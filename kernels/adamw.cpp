@@ -1,0 +1,50 @@
+#include "kernels/adamw.h"
+
+#include "kernels/op_check.h"
+
+namespace palimpsest {
+
+namespace {
+
+void check_control(const Stream& stream, const Tensor& control) {
+  check_contiguous_operand(stream, "control", control, DType::kF64, {kStepControlSize});
+}
+
+}  // namespace
+
+void accumulate_norm_squared(Stream& stream, Tensor control, const Tensor& grad) {
+  check_control(stream, control);
+  check_contiguous_operand(stream, "grad", grad, floating_dtype(stream, "grad", grad), grad.shape());
+  PALIMPSEST_DISPATCH(stream, accumulate_norm_squared(stream, control, grad));
+}
+
+void prepare_step(Stream& stream, Tensor control, double max_norm) {
+  check_control(stream, control);
+  PALIMPSEST_DISPATCH(stream, prepare_step(stream, control, max_norm));
+}
+
+void adamw_step(Stream& stream, Tensor param, Tensor m, Tensor v, const Tensor& grad, const Tensor& control,
+                const AdamwOptions& options) {
+  const DType dtype = floating_dtype(stream, "param", param);
+  check_control(stream, control);
+  const struct {
+    const char* name;
+    const Tensor& tensor;
+  } operands[] = {{"param", param}, {"m", m}, {"v", v}, {"grad", grad}};
+  for (const auto& [name, tensor] : operands) {
+    check_contiguous_operand(stream, name, tensor, dtype, tensor.shape());
+    CHECK(tensor.numel() == param.numel(), name, " is ", tensor.str(), ", param is ", param.str());
+  }
+  PALIMPSEST_DISPATCH(stream, adamw_step(stream, param, m, v, grad, control, options));
+}
+
+void sgd_step(Stream& stream, Tensor param, const Tensor& grad, const Tensor& control, double lr) {
+  const DType dtype = floating_dtype(stream, "param", param);
+  check_control(stream, control);
+  check_contiguous_operand(stream, "param", param, dtype, param.shape());
+  check_contiguous_operand(stream, "grad", grad, dtype, grad.shape());
+  CHECK(grad.numel() == param.numel(), "grad is ", grad.str(), ", param is ", param.str());
+  PALIMPSEST_DISPATCH(stream, sgd_step(stream, param, grad, control, lr));
+}
+
+}  // namespace palimpsest

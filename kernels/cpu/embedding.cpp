@@ -1,0 +1,50 @@
+#include "kernels/embedding.h"
+
+#include "kernels/cpu/loops.h"
+
+namespace palimpsest::cpu {
+
+namespace {
+
+void check_ids(const int32_t* ids, int64_t count, int64_t vocabulary) {
+  for (int64_t n = 0; n < count; ++n)
+    CHECK(ids[n] >= 0 && ids[n] < vocabulary, "token ", n, " has id ", ids[n], ", the table has ", vocabulary, " rows");
+}
+
+}  // namespace
+
+void embedding_forward(Stream&, Tensor x, const Tensor& tokens, const Tensor& table) {
+  const int32_t* ids = tokens.data<int32_t>();
+  check_ids(ids, tokens.dim(0), table.dim(0));
+  with_real(x.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    const Rows<T> to(x), from(table);
+    const int64_t D = x.dim(1);
+    constexpr int64_t kTokens = 64;
+    parallel_ranges(x.dim(0), kTokens, [=](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) std::copy_n(from[ids[n]], D, to[n]);
+    });
+  });
+}
+
+// Every range of columns adds the tokens in their order, so no two threads meet in a row.
+void embedding_backward(Stream&, Tensor dtable, const Tensor& dx, const Tensor& tokens) {
+  const int32_t* ids = tokens.data<int32_t>();
+  check_ids(ids, tokens.dim(0), dtable.dim(0));
+  with_real(dx.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    const Rows<T> to(dtable), from(dx);
+    const int64_t N = dx.dim(0);
+    constexpr int64_t kColumns = 128;
+    parallel_ranges(dx.dim(1), kColumns, [=](int64_t begin, int64_t end) {
+      for (int64_t n = 0; n < N; ++n) {
+        T* sum = to[ids[n]];
+        const T* gradient = from[n];
+#pragma omp simd
+        for (int64_t i = begin; i < end; ++i) sum[i] += gradient[i];
+      }
+    });
+  });
+}
+
+}  // namespace palimpsest::cpu

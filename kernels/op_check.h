@@ -1,0 +1,22 @@
+// The checks that public op functions share. Each throws an Error that names the operand.
+#pragma once
+
+#include "kernels/documents.h"
+#include "kernels/stream.h"
+
+namespace palimpsest {
+
+// The dtype of an op's main operand: f32 or f64 on the CPU, f32 or bf16 on CUDA.
+DType floating_dtype(const Stream& stream, const char* name, const Tensor& tensor);
+// What sums and statistics over operands of this dtype are kept in: f64 for f64, f32 otherwise.
+DType statistics_dtype(DType dtype);
+
+// Device, dtype and shape; rows may be spaced.
+void check_operand(const Stream& stream, const char* name, const Tensor& tensor, DType dtype, const Shape& shape);
+// The same, and no gaps between rows.
+void check_contiguous_operand(const Stream& stream, const char* name, const Tensor& tensor, DType dtype,
+                              const Shape& shape);
+
+void check_covers(const Documents& documents, const char* name, int64_t num_tokens);
+
+}  // namespace palimpsest
