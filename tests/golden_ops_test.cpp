@@ -42,8 +42,7 @@ double tolerance(DType dtype, const std::string& tensor) {
   return tensor == "grad.A_log" || tensor == "grad.dt_bias" ? 1e-4 : 2e-5;
 }
 
-// ---- a case from its file
-// --------------------------------------------------------------------------------------------
+// ---- a case from its file ----
 
 // A reference case: rows [B, T] as N = B*T tokens, each row cut into documents where doc_start says.
 struct GoldenCase {
@@ -187,8 +186,7 @@ GoldenCase read_case(const std::string& path) {
   return golden;
 }
 
-// ---- forms
-// -----------------------------------------------------------------------------------------------------------
+// ---- forms ----
 
 struct Form {
   DeltaForm form;

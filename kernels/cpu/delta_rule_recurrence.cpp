@@ -7,8 +7,6 @@
 //   dv_t = de_t                        dg_t = rowsum(S'_t * dS)            dS <- Diag(exp g_t) dS
 // It needs S'_t, the decayed state. Forward leaves none, so backward runs forward once more, keeps the state at every
 // kBlock-th token, and replays one block at a time with all its S'_t in memory.
-#include <omp.h>
-
 #include "kernels/cpu/delta_rule_forms.h"
 #include "kernels/cpu/delta_rule_heads.h"
 
@@ -17,36 +15,6 @@ namespace palimpsest::cpu {
 namespace {
 
 constexpr int64_t kBlock = 64;  // tokens
-
-// The tokens of one document as one value head sees them.
-template <class T>
-struct Head {
-  HeadRows<const T> q, k, v, beta_logit, gate_logit;
-  HeadGate<T> gate;
-  int64_t length, K, V;
-  T scale, beta_scale;
-  bool delta;
-  const DeltaRuleOptions& options;
-
-  Head(const DeltaRuleInputs& in, const DeltaRuleOptions& op, const Documents& documents, int64_t document,
-       int64_t value_head, int64_t key_head)
-      : q(in.q, key_head),
-        k(in.k, key_head),
-        v(in.v, value_head),
-        beta_logit(in.beta_logit, value_head),
-        gate_logit(in.gate_logit, value_head),
-        gate(in, op, value_head),
-        length(documents.length(document)),
-        K(in.q.dim(2)),
-        V(in.v.dim(2)),
-        scale(static_cast<T>(op.scale)),
-        beta_scale(static_cast<T>(op.beta_scale)),
-        delta(op.delta_rule == DeltaRule::kOn),
-        options(op) {
-    const int64_t first = documents.begin(document);
-    for (HeadRows<const T>* rows : {&q, &k, &v, &beta_logit, &gate_logit}) rows->data += first * rows->stride;
-  }
-};
 
 // One token's activated inputs.
 template <class T>
@@ -57,7 +25,7 @@ struct Token {
   Token(Carver<T>& carver, int64_t K)
       : q(carver.take(K)), k(carver.take(K)), g(carver.take(K)), decay(carver.take(K)) {}
 
-  void load(const Head<T>& head, int64_t t) {
+  void load(const DocumentHead<T>& head, int64_t t) {
     q_factor = normalise_row(head.options, head.K, head.q[t], q);
     k_factor = normalise_row(head.options, head.K, head.k[t], k);
     if (head.delta) beta = head.beta_scale * vector_sigmoid(head.beta_logit[t][0]);
@@ -101,7 +69,7 @@ T dot(int64_t n, const T* a, const T* b) {
 
 // e = v - S'^T k, or v without the delta rule.
 template <class T>
-void prediction_error(const Head<T>& head, const Token<T>& token, int64_t t, const T* decayed, T* error) {
+void prediction_error(const DocumentHead<T>& head, const Token<T>& token, int64_t t, const T* decayed, T* error) {
   std::copy_n(head.v[t], head.V, error);
   if (head.delta) add_transposed_product(head.K, head.V, decayed, token.k, T(-1), error);
 }
@@ -125,11 +93,10 @@ struct ForwardBuffers {
 };
 
 template <class T>
-void forward_document(const Head<T>& head, ForwardBuffers<T>& buffers, const T* initial, HeadRows<T> o,
-                      T* final_state) {
+void forward_document(const DocumentHead<T>& head, ForwardBuffers<T>& buffers, HeadRows<T> o, T* final_state) {
   const int64_t K = head.K, V = head.V;
   T* state = buffers.state;
-  start_state(initial, K * V, state);
+  start_state(head.initial_state, K * V, state);
   for (int64_t t = 0; t < head.length; ++t) {
     buffers.token.load(head, t);
     decay_rows(K, V, buffers.token.decay, state);
@@ -166,17 +133,9 @@ struct BackwardBuffers {
   int64_t size;
 };
 
-// Where the gradients of one document and value head go.
-template <class T>
-struct HeadGrads {
-  HeadRows<T> dq, dk, dv, dbeta_logit, dgate_logit;
-  Write write;       // of dq and dk: the first value head of a group overwrites
-  double* partials;  // [W + 1]: ddt_bias, dA_log
-};
-
 // S'_t and e_t of the tokens [begin, end), from the state before them.
 template <class T>
-void replay_block(const Head<T>& head, BackwardBuffers<T>& b, const T* entry, int64_t begin, int64_t end) {
+void replay_block(const DocumentHead<T>& head, BackwardBuffers<T>& b, const T* entry, int64_t begin, int64_t end) {
   const int64_t K = head.K, V = head.V;
   std::copy_n(entry, K * V, b.state);
   for (int64_t t = begin; t < end; ++t) {
@@ -191,8 +150,8 @@ void replay_block(const Head<T>& head, BackwardBuffers<T>& b, const T* entry, in
 }
 
 template <class T>
-void reverse_token(const Head<T>& head, BackwardBuffers<T>& b, const HeadGrads<T>& grads, int64_t t, const T* d_o,
-                   const T* decayed, const T* error) {
+void reverse_token(const DocumentHead<T>& head, BackwardBuffers<T>& b, const DocumentHeadGrads<T>& grads, int64_t t,
+                   const T* d_o, const T* decayed, const T* error) {
   const int64_t K = head.K, V = head.V;
   Token<T>& token = b.token;
   token.load(head, t);
@@ -219,8 +178,8 @@ void reverse_token(const Head<T>& head, BackwardBuffers<T>& b, const HeadGrads<T
     if (head.gate.channels() == 1) b.dg[0] = lane_sum<T>(K, [&b](int64_t c) { return b.dg[c]; });
     std::fill_n(b.ddt_bias, head.gate.channels(), T(0));
     const T dA_log = head.gate.backward(head.gate_logit[t], token.g, b.dg, grads.dgate_logit[t], b.ddt_bias);
-    for (int64_t c = 0; c < head.gate.channels(); ++c) grads.partials[c] += static_cast<double>(b.ddt_bias[c]);
-    grads.partials[head.gate.channels()] += static_cast<double>(dA_log);
+    for (int64_t c = 0; c < head.gate.channels(); ++c) grads.parameters[c] += static_cast<double>(b.ddt_bias[c]);
+    grads.parameters[head.gate.channels()] += static_cast<double>(dA_log);
   }
   decay_rows(K, V, token.decay, b.dstate);
   normalise_row_backward(head.options, K, token.q_factor, token.q, b.dq, grads.dq[t], grads.write);
@@ -228,23 +187,22 @@ void reverse_token(const Head<T>& head, BackwardBuffers<T>& b, const HeadGrads<T
 }
 
 template <class T>
-void backward_document(const Head<T>& head, BackwardBuffers<T>& b, const HeadGrads<T>& grads, HeadRows<const T> d_o,
-                       const T* initial, const T* d_final, T* d_initial) {
+void backward_document(const DocumentHead<T>& head, BackwardBuffers<T>& b, const DocumentHeadGrads<T>& grads) {
   const int64_t K = head.K, V = head.V;
   const int64_t num_blocks = (head.length + kBlock - 1) / kBlock;
-  if (num_blocks > 0) start_state(initial, K * V, b.entries);
+  if (num_blocks > 0) start_state(head.initial_state, K * V, b.entries);
   for (int64_t block = 0; block + 1 < num_blocks; ++block) {
     replay_block(head, b, b.entries + block * K * V, block * kBlock, (block + 1) * kBlock);
     std::copy_n(b.state, K * V, b.entries + (block + 1) * K * V);
   }
-  start_state(d_final, K * V, b.dstate);
+  start_state(grads.d_final_state, K * V, b.dstate);
   for (int64_t block = num_blocks - 1; block >= 0; --block) {
     const int64_t begin = block * kBlock, end = std::min(head.length, begin + kBlock);
     replay_block(head, b, b.entries + block * K * V, begin, end);
     for (int64_t t = end - 1; t >= begin; --t)
-      reverse_token(head, b, grads, t, d_o[t], b.decayed + (t - begin) * K * V, b.errors + (t - begin) * V);
+      reverse_token(head, b, grads, t, grads.d_o[t], b.decayed + (t - begin) * K * V, b.errors + (t - begin) * V);
   }
-  if (d_initial != nullptr) std::copy_n(b.dstate, K * V, d_initial);
+  if (grads.d_initial_state != nullptr) std::copy_n(b.dstate, K * V, grads.d_initial_state);
 }
 
 }  // namespace
@@ -259,19 +217,12 @@ void delta_rule_recurrence_forward(Stream& stream, const DeltaRuleOutputs& out, 
   const Tensor workspace = stream.scratch().allocate(DTypeOf<T>::value, {threads, size});
   if (stream.is_planning()) return;
   T* const block = workspace.data<T>();
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
-  for (int64_t group = 0; group < kDocumentGroups; ++group) {
-    for (int64_t value_head = 0; value_head < s.HV; ++value_head) {
-      ForwardBuffers<T> buffers(Carver<T>(block + omp_get_thread_num() * size), s.K, s.V);
-      const int64_t end = first_document_of_group(documents, group + 1);
-      for (int64_t document = first_document_of_group(documents, group); document < end; ++document) {
-        const Head<T> head(in, options, documents, document, value_head, value_head / (s.HV / s.H));
-        forward_document(head, buffers, state_of<const T>(in.initial_state, document, value_head),
-                         HeadRows<T>(out.o, value_head).from(documents.begin(document)),
-                         state_of<T>(out.final_state, document, value_head));
-      }
-    }
-  }
+  for_each_document_head(documents, s.HV, 1, threads, [&](int thread, int64_t, int64_t document, int64_t value_head) {
+    ForwardBuffers<T> buffers(Carver<T>(block + thread * size), s.K, s.V);
+    const DocumentHead<T> head(in, options, documents, document, value_head, s.HV / s.H);
+    forward_document(head, buffers, HeadRows<T>(out.o, value_head).from(documents.begin(document)),
+                     state_of<T>(out.final_state, document, value_head));
+  });
 }
 
 template <class T>
@@ -284,36 +235,19 @@ void delta_rule_recurrence_backward(Stream& stream, const DeltaRuleGrads& grads,
   const int threads = omp_get_max_threads();
   const int64_t size = BackwardBuffers<T>(Carver<T>(nullptr), s.K, s.V, s.N).size;
   const Tensor workspace = stream.scratch().allocate(DTypeOf<T>::value, {threads, size});
-  const GatePartials partials(stream.scratch(), s.HV, in.dt_bias.defined() ? in.dt_bias.row_size() : 0);
+  const GateParameterSums sums(stream.scratch(), s.HV, in.dt_bias);
   if (stream.is_planning()) return;
+  sums.clear();
   T* const block = workspace.data<T>();
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
-  for (int64_t group = 0; group < kDocumentGroups; ++group) {
-    for (int64_t key_head = 0; key_head < s.H; ++key_head) {
-      BackwardBuffers<T> buffers(Carver<T>(block + omp_get_thread_num() * size), s.K, s.V, s.N);
-      const int64_t end = first_document_of_group(documents, group + 1);
-      for (int64_t value_head = key_head * heads_per_key; value_head < (key_head + 1) * heads_per_key; ++value_head) {
-        partials.clear(group, value_head);
-        for (int64_t document = first_document_of_group(documents, group); document < end; ++document) {
-          const Head<T> head(in, options, documents, document, value_head, key_head);
-          const int64_t first = documents.begin(document);
-          const HeadGrads<T> head_grads = {
-              .dq = HeadRows<T>(grads.dq, key_head).from(first),
-              .dk = HeadRows<T>(grads.dk, key_head).from(first),
-              .dv = HeadRows<T>(grads.dv, value_head).from(first),
-              .dbeta_logit = HeadRows<T>(grads.dbeta_logit, value_head).from(first),
-              .dgate_logit = HeadRows<T>(grads.dgate_logit, value_head).from(first),
-              .write = value_head == key_head * heads_per_key ? Write::kOverwrite : Write::kAdd,
-              .partials = partials.of(group, value_head)};
-          backward_document(head, buffers, head_grads, HeadRows<const T>(d_o, value_head).from(first),
-                            state_of<const T>(in.initial_state, document, value_head),
-                            state_of<const T>(d_final_state, document, value_head),
-                            state_of<T>(grads.d_initial_state, document, value_head));
-        }
-      }
-    }
-  }
-  partials.add_to<T>(grads, documents);
+  for_each_document_head(
+      documents, s.HV, heads_per_key, threads, [&](int thread, int64_t group, int64_t document, int64_t value_head) {
+        BackwardBuffers<T> buffers(Carver<T>(block + thread * size), s.K, s.V, s.N);
+        const DocumentHead<T> head(in, options, documents, document, value_head, heads_per_key);
+        backward_document(head, buffers,
+                          DocumentHeadGrads<T>(grads, d_o, d_final_state, documents, document, value_head,
+                                               heads_per_key, sums.of(group, value_head)));
+      });
+  sums.add_to<T>(grads);
 }
 
 template void delta_rule_recurrence_forward<float>(Stream&, const DeltaRuleOutputs&, const DeltaRuleInputs&,
