@@ -201,6 +201,9 @@ struct Form {
 
 std::vector<Form> all_forms() {
   std::vector<Form> forms = {{DeltaForm::kRecurrence, 64, SaveLevel::kNothing}};
+  for (const int64_t chunk_size : {16, 32, 64})
+    for (const SaveLevel level : {SaveLevel::kNothing, SaveLevel::kMatrices, SaveLevel::kAll})
+      forms.push_back({DeltaForm::kChunkwise, chunk_size, level});
   return forms;
 }
 

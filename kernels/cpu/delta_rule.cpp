@@ -8,16 +8,22 @@ namespace {
 template <class T>
 void forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved, const DeltaRuleInputs& in,
              const DeltaRuleOptions& options, const Documents& documents) {
-  static_cast<void>(saved);  // both forms run as the recurrence until the chunkwise one is here
-  delta_rule_recurrence_forward<T>(stream, out, in, options, documents);
+  if (options.form == DeltaForm::kRecurrence) {
+    delta_rule_recurrence_forward<T>(stream, out, in, options, documents);
+  } else {
+    delta_rule_chunkwise_forward<T>(stream, out, saved, in, options, documents);
+  }
 }
 
 template <class T>
 void backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, const Tensor& d_final_state,
               const DeltaRuleSaved& saved, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
               const Documents& documents) {
-  static_cast<void>(saved);
-  delta_rule_recurrence_backward<T>(stream, grads, d_o, d_final_state, in, options, documents);
+  if (options.form == DeltaForm::kRecurrence) {
+    delta_rule_recurrence_backward<T>(stream, grads, d_o, d_final_state, in, options, documents);
+  } else {
+    delta_rule_chunkwise_backward<T>(stream, grads, d_o, d_final_state, saved, in, options, documents);
+  }
 }
 
 }  // namespace

@@ -14,4 +14,13 @@ void delta_rule_recurrence_backward(Stream& stream, const DeltaRuleGrads& grads,
                                     const Tensor& d_final_state, const DeltaRuleInputs& in,
                                     const DeltaRuleOptions& options, const Documents& documents);
 
+template <class T>
+void delta_rule_chunkwise_forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved,
+                                  const DeltaRuleInputs& in, const DeltaRuleOptions& options,
+                                  const Documents& documents);
+template <class T>
+void delta_rule_chunkwise_backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o,
+                                   const Tensor& d_final_state, const DeltaRuleSaved& saved, const DeltaRuleInputs& in,
+                                   const DeltaRuleOptions& options, const Documents& documents);
+
 }  // namespace palimpsest::cpu
