@@ -10,10 +10,12 @@
 #include <atomic>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <thread>
 #include <utility>
 
 #include "kernels/check.h"
@@ -39,6 +41,7 @@ struct OperationCounter {
   std::atomic<int64_t> count = 0;
   std::atomic<int64_t> kill_at = number_in_environment("PALIMPSEST_KILL_AT_FILE_OPERATION");
   std::atomic<int64_t> fail_at = number_in_environment("PALIMPSEST_FAIL_AT_FILE_OPERATION");
+  std::atomic<int64_t> delay_ms = number_in_environment("PALIMPSEST_FILE_OPERATION_DELAY_MS");
 };
 
 OperationCounter& operation_counter() {
@@ -79,6 +82,7 @@ void throw_file_error(std::string_view action, std::string_view path, int error_
 
 void count_file_operation(std::string_view action, std::string_view path) {
   OperationCounter& counter = operation_counter();
+  if (const int64_t delay = counter.delay_ms; delay > 0) std::this_thread::sleep_for(std::chrono::milliseconds(delay));
   const int64_t number = ++counter.count;
   if (number == counter.kill_at) {
     std::raise(SIGKILL);
@@ -95,6 +99,10 @@ void inject_file_fault(FileFault fault, int64_t operations_from_now) {
   const int64_t number = counter.count + operations_from_now;
   counter.kill_at = fault == FileFault::kKill ? number : 0;
   counter.fail_at = fault == FileFault::kFail ? number : 0;
+}
+
+void inject_file_delay(int64_t milliseconds) {
+  operation_counter().delay_ms = milliseconds;
 }
 
 bool path_exists(const std::string& path) {

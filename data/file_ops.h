@@ -1,9 +1,10 @@
 // The file system, checked: every call that fails throws a UserError "cannot DO PATH: cause" and nothing is ignored.
 //
-// Every operation that changes the file system passes one counted hook first, those of HDF5 files included. Two
-// environment variables, read at the first operation, let a test stop the process at any of them:
+// Every operation that changes the file system passes one counted hook first, those of HDF5 files included. Environment
+// variables, read at the first operation, let a test stop the process at any of them:
 //   PALIMPSEST_KILL_AT_FILE_OPERATION=n   the process kills itself (SIGKILL) in place of operation n (the first is 1)
 //   PALIMPSEST_FAIL_AT_FILE_OPERATION=n   operation n alone fails with "No space left on device"
+//   PALIMPSEST_FILE_OPERATION_DELAY_MS=n  every operation first waits n milliseconds, as on a slow disk
 // Unset, the hook costs one atomic addition.
 #pragma once
 
@@ -27,6 +28,7 @@ int64_t num_file_operations();  // counted since the process started
 // is struck. kNone takes the fault away.
 enum class FileFault : uint8_t { kNone, kKill, kFail };
 void inject_file_fault(FileFault fault, int64_t operations_from_now = 1);
+void inject_file_delay(int64_t milliseconds);  // 0 takes it away
 
 // ---- questions ----------------------------------------------------------------------------------------------------
 bool path_exists(const std::string& path);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstring>
 
@@ -46,6 +47,15 @@ TEST(FileOps, RemovingATreeKeepsWhatALinkPointsAt) {
   ASSERT_EQ(::symlink((folder / "kept").c_str(), (folder / "gone/link").c_str()), 0);
   remove_tree(folder / "gone");
   EXPECT_TRUE(path_exists(folder / "kept/file"));
+}
+
+TEST(FileOps, ADelaySlowsEveryOperation) {
+  const TempDirectory folder;
+  const auto start = std::chrono::steady_clock::now();
+  inject_file_delay(20);
+  write_file_atomically(folder / "file", "x");  // create, write, flush, rename, flush the folder
+  inject_file_delay(0);
+  EXPECT_GE(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(5 * 20));
 }
 
 TEST(FileOps, ErrorsNamePathAndCause) {
