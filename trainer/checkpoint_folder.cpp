@@ -1,0 +1,194 @@
+#include "trainer/checkpoint_folder.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <string_view>
+#include <utility>
+
+#include "kernels/check.h"
+
+namespace palimpsest {
+
+namespace {
+
+constexpr std::string_view kStep = "step-";
+
+struct FolderName {
+  int64_t step = 0;
+  std::string_view suffix;  // "", kPartialSuffix or kReplacedSuffix
+};
+
+std::optional<FolderName> parse_name(std::string_view name) {
+  if (!name.starts_with(kStep)) return std::nullopt;
+  FolderName parsed;
+  const auto [stop, error] = std::from_chars(name.data() + kStep.size(), name.data() + name.size(), parsed.step);
+  if (error != std::errc() || parsed.step < 0) return std::nullopt;
+  parsed.suffix = name.substr(stop - name.data());
+  if (!parsed.suffix.empty() && parsed.suffix != kPartialSuffix && parsed.suffix != kReplacedSuffix)
+    return std::nullopt;
+  return checkpoint_name(parsed.step) + std::string(parsed.suffix) == name ? std::optional(parsed) : std::nullopt;
+}
+
+std::vector<std::string> names_in(const std::string& directory) {
+  return is_directory(directory) ? list_directory(directory) : std::vector<std::string>();
+}
+
+// Runs `body`; a failure becomes a line of text.
+template <class Body>
+void attempt(std::vector<std::string>& failures, Body&& body) {
+  try {
+    body();
+  } catch (const UserError& error) {
+    failures.emplace_back(error.what());
+  }
+}
+
+}  // namespace
+
+std::string checkpoint_name(int64_t step) {
+  return fmt::format("{}{:06}", kStep, step);
+}
+
+bool has_manifest(const std::string& folder) {
+  return path_exists(folder + "/" + Manifest::kFileName);
+}
+
+std::vector<CheckpointEntry> list_checkpoints(const std::string& directory) {
+  std::vector<CheckpointEntry> entries;
+  for (const std::string& name : names_in(directory)) {
+    const auto parsed = parse_name(name);
+    const std::string path = directory + "/" + name;
+    if (parsed && parsed->suffix != kPartialSuffix && is_directory(path))
+      entries.push_back({parsed->step, path, has_manifest(path)});
+  }
+  // A replaced folder stands before the one that replaces it.
+  std::sort(entries.begin(), entries.end(), [](const CheckpointEntry& a, const CheckpointEntry& b) {
+    return a.step != b.step ? a.step < b.step : a.path > b.path;
+  });
+  return entries;
+}
+
+NewestCheckpoint use_newest_checkpoint(const std::string& directory, const UseCheckpoint& use) {
+  NewestCheckpoint newest;
+  std::string damage;
+  std::vector<CheckpointEntry> entries = list_checkpoints(directory);
+  for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
+    if (!entry->has_manifest) {
+      newest.skipped.push_back({entry->step, entry->path, "its save was not finished (no manifest.json)"});
+      continue;
+    }
+    try {
+      CheckpointReader reader(entry->path);
+      use(reader);
+      newest.path = entry->path;
+      return newest;
+    } catch (const CheckpointDamage& error) {
+      newest.skipped.push_back({entry->step, entry->path, error.what()});
+      damage += std::string("; ") + error.what();
+    }
+  }
+  if (!damage.empty()) throw_user_error(directory, ": every checkpoint is damaged", damage);
+  return newest;
+}
+
+NewestCheckpoint use_checkpoint(const std::string& path, const UseCheckpoint& use) {
+  if (has_manifest(path)) {
+    CheckpointReader reader(path);
+    use(reader);
+    return {path, {}};
+  }
+  const std::string inside = path + "/checkpoints";
+  NewestCheckpoint newest = use_newest_checkpoint(is_directory(inside) ? inside : path, use);
+  if (!newest.path)
+    throw_user_error(path,
+                     ": no checkpoint here; expected a checkpoint's folder (with a manifest.json), or a run's with a "
+                     "finished checkpoint in it");
+  return newest;
+}
+
+void remove_checkpoint(const std::string& folder) {
+  if (has_manifest(folder)) remove_file(folder + "/" + Manifest::kFileName);
+  remove_tree(folder);
+}
+
+void settle_replaced(const std::string& folder) {
+  const std::string replaced = folder + std::string(kReplacedSuffix);
+  if (has_manifest(folder)) return remove_checkpoint(replaced);
+  if (path_exists(folder)) remove_tree(folder);
+  rename_path(replaced, folder);
+}
+
+std::vector<std::string> remove_leftovers(const std::string& directory) {
+  std::vector<std::string> lines;
+  const auto each = [&](std::string_view suffix, const auto& body) {
+    for (const std::string& name : names_in(directory)) {
+      const auto parsed = parse_name(name);
+      if (parsed && parsed->suffix == suffix)
+        attempt(lines, [&] { body(directory + "/" + name, directory + "/" + checkpoint_name(parsed->step)); });
+    }
+  };
+  each(kPartialSuffix, [&](const std::string& path, const std::string&) {
+    remove_tree(path);
+    lines.push_back(path + ": removed, left by a save that was not finished");
+  });
+  each(kReplacedSuffix, [&](const std::string& path, const std::string& folder) {
+    settle_replaced(folder);
+    lines.push_back(path + ": settled, left by a save that was not finished");
+  });
+  each("", [&](const std::string& path, const std::string&) {
+    if (!is_directory(path) || has_manifest(path)) return;
+    remove_tree(path);
+    lines.push_back(path + ": removed, its save was not finished (no manifest.json)");
+  });
+  return lines;
+}
+
+std::vector<std::string> remove_old_checkpoints(const std::string& directory, int64_t newest, int64_t keep_last,
+                                                int64_t keep_every, const std::vector<int64_t>& damaged) {
+  std::vector<std::string> failures;
+  attempt(failures, [&] {
+    const std::vector<CheckpointEntry> entries = list_checkpoints(directory);
+    int64_t num_kept = 0;
+    for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
+      const bool known_bad = std::find(damaged.begin(), damaged.end(), entry->step) != damaged.end();
+      if (!entry->has_manifest || entry->step > newest || (known_bad && entry->step != newest)) continue;
+      if (num_kept++ < std::max<int64_t>(1, keep_last)) continue;
+      if (keep_every > 0 && entry->step % keep_every == 0) continue;
+      attempt(failures, [&] { remove_checkpoint(entry->path); });
+    }
+  });
+  return failures;
+}
+
+void check_room_for_checkpoints(const std::string& directory, int64_t bytes_each, int64_t keep_last) {
+  check_writable(directory, 0);
+  const std::vector<CheckpointEntry> entries = list_checkpoints(directory);
+  const int64_t held =
+      std::count_if(entries.begin(), entries.end(), [](const CheckpointEntry& entry) { return entry.has_manifest; });
+  const int64_t to_come = std::max<int64_t>(1, keep_last + 1 - held);
+  const int64_t available = free_bytes(directory);
+  if (available < to_come * bytes_each)
+    throw_user_error(directory, ": ", to_come * bytes_each, " bytes are required (", to_come, " checkpoints of ",
+                     bytes_each, ") but ", available,
+                     " bytes are free; make room, set run.dir to another place, or lower checkpoint.keep_last");
+}
+
+FileDescriptor lock_checkpoints(const std::string& directory) {
+  create_directories(directory);
+  const std::string path = directory + "/lock";
+  count_file_operation("create", path);
+  FileDescriptor fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  if (!fd.is_open()) throw_file_error("create", path, errno);
+  if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+    throw_user_error(directory,
+                     ": another process is saving its checkpoints here; wait for it to end, or set run.dir to "
+                     "another place");
+  return fd;
+}
+
+}  // namespace palimpsest
