@@ -1,0 +1,45 @@
+// What the figures of the README come from.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "trainer/config.h"
+#include "trainer/console.h"
+
+namespace palimpsest {
+
+// Training on random tokens, one document a row.
+struct TrainBench {
+  int64_t steps = 0;  // timed, after two that are not
+  int64_t threads = 0;
+  double step_ms = 0.0;  // the median step; the parts are of the same step
+  double forward_backward_ms = 0.0;
+  double optimizer_ms = 0.0;
+  double tokens_per_second = 0.0;
+  double flops_per_step = 0.0;  // trainer/flops.h
+  double flops_per_second = 0.0;
+  double reference_flops_per_second = 0.0;  // the best of five 2048^3 products
+  double mfu = 0.0;                         // 0 to 1
+  int64_t predicted_bytes = 0;              // of memory, printed before the first allocation
+  int64_t measured_bytes = 0;               // growth of the resident peak from there on
+};
+// Prints model, plan and FLOPs to the console as `train` does. `config` is resolved; needs no data.
+TrainBench bench_train(const Config& config, int64_t steps, Console& console);
+std::string to_text(const TrainBench& bench);
+std::string to_json(const TrainBench& bench);
+
+// One op, forward or backward, at the sizes of a model.
+struct KernelBench {
+  std::string name, sizes;
+  double ms = 0.0;                 // the best of several runs
+  double gflops_per_second = 0.0;  // 0: the op is not judged by its arithmetic
+  double gbytes_per_second = 0.0;  // inputs read once and outputs written once
+};
+// Every op at the sizes of the configured model, with one micro-batch of rows.
+std::vector<KernelBench> bench_kernels(const Config& config, Console& console);
+std::string to_text(const std::vector<KernelBench>& benches);
+std::string to_json(const std::vector<KernelBench>& benches);
+
+}  // namespace palimpsest

@@ -1,0 +1,137 @@
+#include "trainer/generation.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "kernels/random.h"
+
+namespace palimpsest {
+
+namespace {
+
+// Prompt tokens taken in at once: enough for efficient products, little enough to keep memory small.
+constexpr int64_t kPromptPiece = 256;
+
+std::vector<double> logits_over_temperature(const Tensor& logits, double temperature) {
+  std::vector<double> values(static_cast<size_t>(logits.numel()));
+  for (size_t i = 0; i < values.size(); ++i)
+    values[i] = logits.dtype() == DType::kF64 ? logits.data<double>()[i] : static_cast<double>(logits.data<float>()[i]);
+  if (temperature > 0)
+    for (double& value : values) value /= temperature;
+  return values;
+}
+
+// Weights exp(value - maximum) of the tokens in `order`, from the most likely down.
+std::vector<double> weights_of(const std::vector<double>& values, const std::vector<int32_t>& order) {
+  std::vector<double> weights;
+  weights.reserve(order.size());
+  for (const int32_t token : order) weights.push_back(std::exp(values[token] - values[order[0]]));
+  return weights;
+}
+
+// How many of the leading weights first reach the share `top_p` of their sum.
+size_t nucleus_size(const std::vector<double>& weights, double top_p) {
+  const double wanted = top_p * std::accumulate(weights.begin(), weights.end(), 0.0);
+  double sum = 0.0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    sum += weights[i];
+    if (sum >= wanted) return i + 1;
+  }
+  return weights.size();
+}
+
+// Decoding of one text on a context, real or planning.
+class Decoder {
+ public:
+  Decoder(const LanguageModel& model, Context context, int64_t max_tokens)
+      : model_(model),
+        context_(context),
+        states_(model.make_decode_states(context_, max_tokens)),
+        tokens_(context_.activations.allocate(DType::kI32, {kPromptPiece})),
+        logits_(context_.activations.allocate(context_.dtype, {1, model.config().vocab_size})) {}
+
+  // The logits [V] after these tokens.
+  Tensor take_in(const int32_t* tokens, int64_t count) {
+    for (int64_t begin = 0; begin < count; begin += kPromptPiece) {
+      const Tensor piece = tokens_.rows(0, std::min(kPromptPiece, count - begin));
+      if (!context_.stream.is_planning()) std::copy_n(tokens + begin, piece.numel(), piece.data<int32_t>());
+      model_.extend(context_, states_, piece, logits_);
+    }
+    return logits_.view({logits_.numel()});
+  }
+
+ private:
+  const LanguageModel& model_;
+  Context context_;
+  LanguageModel::DecodeStates states_;
+  Tensor tokens_;  // [kPromptPiece] i32
+  Tensor logits_;  // [1, V]
+};
+
+int64_t longest_text(const GenerationRequest& request) {
+  return static_cast<int64_t>(request.prompt.size()) + request.max_tokens;
+}
+
+}  // namespace
+
+void validate(const SamplingOptions& options) {
+  if (!(options.temperature >= 0) || std::isinf(options.temperature))
+    throw_user_error("--temperature is ", options.temperature, ", must be at least 0");
+  if (options.top_k < 0) throw_user_error("--top-k is ", options.top_k, ", must be at least 0 (0: all tokens)");
+  if (!(options.top_p > 0 && options.top_p <= 1))
+    throw_user_error("--top-p is ", options.top_p, ", must be above 0 and at most 1");
+}
+
+int32_t sample_token(const Tensor& logits, const SamplingOptions& options, uint64_t index) {
+  const std::vector<double> values = logits_over_temperature(logits, options.temperature);
+  if (options.temperature == 0)
+    return static_cast<int32_t>(std::max_element(values.begin(), values.end()) - values.begin());
+  std::vector<int32_t> order(values.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return values[a] > values[b]; });
+  if (options.top_k > 0) order.resize(std::min(order.size(), static_cast<size_t>(options.top_k)));
+  std::vector<double> weights = weights_of(values, order);
+  weights.resize(nucleus_size(weights, options.top_p));
+  const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  const double drawn = total * random_uniform(options.seed, hash_of("generate"), index);
+  double sum = 0.0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    sum += weights[i];
+    if (drawn < sum) return order[i];
+  }
+  return order[weights.size() - 1];
+}
+
+RegionBytes rehearse_generation(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
+                                const GenerationRequest& request) {
+  Regions regions = Regions::planning(device);
+  registry.bind(parameter_dtype(dtype), ParameterUse::kInference, regions.parameters, regions.gradients,
+                regions.optimizer);
+  Stream stream(device, regions.scratch);
+  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype};
+  // As if the whole text were a prompt: its last piece meets the longest state with the most tokens at once.
+  Decoder decoder(model, context, longest_text(request));
+  decoder.take_in(nullptr, longest_text(request));
+  return regions.peaks();
+}
+
+std::vector<int32_t> generate(const LanguageModel& model, Context context, const GenerationRequest& request,
+                              const std::function<void(int32_t)>& on_token) {
+  validate(request.sampling);
+  CHECK(!request.prompt.empty(), "generation begins with at least one token");
+  Arena::Scope scope(context.activations);
+  Decoder decoder(model, context, longest_text(request));
+  Tensor logits = decoder.take_in(request.prompt.data(), static_cast<int64_t>(request.prompt.size()));
+  std::vector<int32_t> text;
+  for (int64_t i = 0; i < request.max_tokens; ++i) {
+    const int32_t token = sample_token(logits, request.sampling, static_cast<uint64_t>(i));
+    if (token == request.stop) break;
+    text.push_back(token);
+    on_token(token);
+    if (i + 1 < request.max_tokens) logits = decoder.take_in(&token, 1);
+  }
+  return text;
+}
+
+}  // namespace palimpsest

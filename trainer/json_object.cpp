@@ -1,0 +1,49 @@
+#include "trainer/json_object.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+
+namespace palimpsest {
+
+namespace {
+
+std::string quoted(std::string_view text) {
+  std::string result = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') {
+      result += '\\';
+      result += c;
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      result += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
+    } else {
+      result += c;
+    }
+  }
+  return result + "\"";
+}
+
+}  // namespace
+
+JsonObject& JsonObject::add_value(std::string_view key, std::string_view value) {
+  members_ += fmt::format("{}{}:{}", members_.empty() ? "" : ",", quoted(key), value);
+  return *this;
+}
+
+JsonObject& JsonObject::add(std::string_view key, double value) {
+  return add_value(key, std::isfinite(value) ? fmt::format("{}", value) : "null");
+}
+
+JsonObject& JsonObject::add(std::string_view key, int64_t value) {
+  return add_value(key, fmt::format("{}", value));
+}
+
+JsonObject& JsonObject::add(std::string_view key, std::string_view text) {
+  return add_value(key, quoted(text));
+}
+
+JsonObject& JsonObject::add(std::string_view key, const JsonObject& object) {
+  return add_value(key, object.text());
+}
+
+}  // namespace palimpsest

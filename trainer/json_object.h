@@ -1,0 +1,24 @@
+// A flat JSON object for the reports of commands: {"tokens":366,"perplexity":12.5}.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace palimpsest {
+
+class JsonObject {
+ public:
+  // Numbers read back to the same bits; one that is not finite becomes null.
+  JsonObject& add(std::string_view key, double value);
+  JsonObject& add(std::string_view key, int64_t value);
+  JsonObject& add(std::string_view key, std::string_view text);
+  JsonObject& add(std::string_view key, const JsonObject& object);
+  std::string text() const { return "{" + members_ + "}"; }
+
+ private:
+  JsonObject& add_value(std::string_view key, std::string_view value);
+  std::string members_;
+};
+
+}  // namespace palimpsest

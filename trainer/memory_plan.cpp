@@ -1,0 +1,137 @@
+#include "trainer/memory_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <sstream>
+#include <utility>
+
+namespace palimpsest {
+
+namespace {
+
+// Tensors of a batch that nobody will read.
+ModelInput rehearsal_input(Arena& arena, int64_t num_rows, int64_t row_length, int64_t document_length) {
+  const int64_t N = num_rows * row_length;
+  return {.tokens = arena.allocate(DType::kI32, {N}),
+          .targets = arena.allocate(DType::kI32, {N}),
+          .sequence = {.documents = Documents::rows(N / document_length, document_length),
+                       .positions = arena.allocate(DType::kI32, {N})}};
+}
+
+void rehearse_evaluation_batch(const LanguageModel& model, Context context, Arena& inputs, const BatchLimits& limits,
+                               int64_t document_length) {
+  if (limits.eval_rows == 0) return;
+  Arena::Scope scope(context.activations);
+  const ModelInput input = rehearsal_input(inputs, limits.eval_rows, limits.row_length, document_length);
+  const Tensor token_loss = context.activations.allocate(context.dtype, {input.tokens.dim(0)});
+  model.forward_loss(context, input, token_loss);
+}
+
+std::string in_mib(int64_t bytes) {
+  return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20));
+}
+
+// The number behind "VmHWM:" and its like, in bytes.
+int64_t status_bytes(const std::string& field) {
+  std::ifstream status("/proc/self/status");
+  std::string line;
+  while (std::getline(status, line)) {
+    if (!line.starts_with(field)) continue;
+    int64_t kib = 0;
+    std::istringstream(line.substr(field.size())) >> kib;
+    return kib * 1024;
+  }
+  return 0;
+}
+
+}  // namespace
+
+Regions::Regions(Device device)
+    : parameters(Arena::planning("parameters", device)),
+      gradients(Arena::planning("gradients", device)),
+      optimizer(Arena::planning("optimizer", device)),
+      activations(Arena::planning("activations", device)),
+      scratch(Arena::planning("scratch", device)) {}
+
+Regions::Regions(Device device, const RegionBytes& bytes)
+    : parameters("parameters", device, bytes.parameters),
+      gradients("gradients", device, bytes.gradients),
+      optimizer("optimizer", device, bytes.optimizer),
+      activations("activations", device, bytes.activations),
+      scratch("scratch", device, bytes.scratch) {}
+
+Regions Regions::planning(Device device) {
+  return Regions(device);
+}
+
+RegionBytes Regions::peaks() const {
+  return {.parameters = parameters.peak(),
+          .gradients = gradients.peak(),
+          .optimizer = optimizer.peak(),
+          .activations = activations.peak(),
+          .scratch = scratch.peak()};
+}
+
+RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
+                              const BatchLimits& limits, const TrainStepOptions& options) {
+  Regions regions = Regions::planning(device);
+  registry.bind(parameter_dtype(dtype), ParameterUse::kTraining, regions.parameters, regions.gradients,
+                regions.optimizer);
+  Stream stream(device, regions.scratch);
+  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype};
+  TrainStep step(model, registry, context, regions.optimizer, options);
+  for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
+    Arena inputs = Arena::planning("inputs", device);
+    step.begin(1);
+    step.accumulate(rehearsal_input(inputs, limits.train_rows, limits.row_length, document_length));
+    step.finish(0.0);
+    rehearse_evaluation_batch(model, context, inputs, limits, document_length);
+  }
+  return regions.peaks();
+}
+
+RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
+                                const BatchLimits& limits) {
+  Regions regions = Regions::planning(device);
+  registry.bind(parameter_dtype(dtype), ParameterUse::kInference, regions.parameters, regions.gradients,
+                regions.optimizer);
+  Stream stream(device, regions.scratch);
+  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype};
+  for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
+    Arena inputs = Arena::planning("inputs", device);
+    rehearse_evaluation_batch(model, context, inputs, limits, document_length);
+  }
+  return regions.peaks();
+}
+
+int64_t MemoryPlan::total() const {
+  int64_t bytes = regions.total();
+  for (const MemoryItem& item : others) bytes += item.bytes;
+  return bytes;
+}
+
+std::string to_text(const MemoryPlan& plan) {
+  std::vector<MemoryItem> items = {{"parameters", plan.regions.parameters},
+                                   {"gradients", plan.regions.gradients},
+                                   {"optimizer", plan.regions.optimizer},
+                                   {"activations", plan.regions.activations},
+                                   {"scratch", plan.regions.scratch}};
+  items.insert(items.end(), plan.others.begin(), plan.others.end());
+  items.push_back({"total", plan.total()});
+  std::string text;
+  for (const MemoryItem& item : items) text += fmt::format("  {:<22} {:>12}\n", item.name, in_mib(item.bytes));
+  return text;
+}
+
+int64_t peak_resident_bytes() {
+  return status_bytes("VmHWM:");
+}
+
+int64_t current_resident_bytes() {
+  return status_bytes("VmRSS:");
+}
+
+}  // namespace palimpsest

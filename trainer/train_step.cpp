@@ -1,0 +1,149 @@
+#include "trainer/train_step.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "kernels/cross_entropy.h"
+#include "kernels/elementwise.h"
+
+namespace palimpsest {
+
+namespace {
+
+template <class T>
+bool all_finite(const Tensor& tensor) {
+  const T* values = tensor.data<T>();
+  return std::all_of(values, values + tensor.numel(), [](T value) { return std::isfinite(value); });
+}
+
+bool is_finite(const Tensor& tensor) {
+  if (!tensor.defined()) return true;
+  return tensor.dtype() == DType::kF64 ? all_finite<double>(tensor) : all_finite<float>(tensor);
+}
+
+// "model.layers.3.mlp.up_proj.weight" -> "model.layers.*.mlp.up_proj.weight"
+std::string with_numbers_as_stars(const std::string& name) {
+  std::string text;
+  for (const char c : name) {
+    const bool digit = c >= '0' && c <= '9';
+    const bool after_dot = text.empty() || text.back() == '.' || text.back() == '*';
+    if (!digit || !after_dot) {
+      text += c;
+    } else if (text.empty() || text.back() != '*') {
+      text += '*';
+    }
+  }
+  return text;
+}
+
+}  // namespace
+
+TrainStep::TrainStep(const LanguageModel& model, ParameterRegistry& registry, Context context, Arena& numbers,
+                     const TrainStepOptions& options)
+    : model_(model),
+      registry_(registry),
+      context_(context),
+      options_(options),
+      loss_options_{.z_loss = options.z_loss, .checkpointing = options.checkpointing},
+      control_(numbers.allocate(DType::kF64, {kStepControlSize})),
+      loss_sum_(numbers.allocate(DType::kF64, {1})),
+      z_sum_(numbers.allocate(DType::kF64, {1})) {
+  fill_zero(context_.stream, control_);
+}
+
+void TrainStep::begin(int64_t num_targets) {
+  loss_options_.grad_scale = 1.0 / static_cast<double>(std::max<int64_t>(num_targets, 1));
+  registry_.zero_gradients(context_.stream);
+  fill_zero(context_.stream, loss_sum_);
+  fill_zero(context_.stream, z_sum_);
+}
+
+void TrainStep::accumulate(const ModelInput& micro_batch) {
+  model_.forward_backward(context_, micro_batch, loss_options_, loss_sum_, z_sum_);
+}
+
+StepResult TrainStep::finish(double lr) {
+  accumulate_norm();
+  const bool planning = context_.stream.is_planning();
+  StepResult result;
+  if (!planning) {
+    double* control = control_.data<double>();
+    result.loss = loss_sum_.data<double>()[0] * loss_options_.grad_scale;
+    result.z_loss = z_sum_.data<double>()[0] * loss_options_.grad_scale;
+    result.grad_norm = std::sqrt(control[kNormSquared]);
+    if (!std::isfinite(result.loss + result.z_loss))
+      control[kNormSquared] = std::numeric_limits<double>::quiet_NaN();  // prepare_step then skips
+  }
+  prepare_step(context_.stream, control_, options_.grad_clip.value_or(0.0));
+  update_parameters(lr);
+  if (!planning) result.applied = control_.data<double>()[kFinite] != 0.0;
+  return result;
+}
+
+StepResult TrainStep::run(std::span<const ModelInput> micro_batches, int64_t num_targets, double lr) {
+  begin(num_targets);
+  for (const ModelInput& micro_batch : micro_batches) accumulate(micro_batch);
+  return finish(lr);
+}
+
+void TrainStep::accumulate_norm() {
+  fill_zero(context_.stream, control_.rows(kNormSquared, 1));
+  for (const Parameter& parameter : registry_.parameters())
+    accumulate_norm_squared(context_.stream, control_, parameter.grad);
+}
+
+void TrainStep::update_parameters(double lr) {
+  for (const Parameter& parameter : registry_.parameters()) {
+    AdamwOptions adamw = options_.adamw;
+    adamw.lr = lr;
+    if (parameter.spec.decay == WeightDecay::kNo) adamw.weight_decay = 0.0;
+    adamw_step(context_.stream, parameter.value, parameter.adam_m, parameter.adam_v, parameter.grad, control_, adamw);
+  }
+}
+
+int64_t TrainStep::applied_steps() const {
+  return static_cast<int64_t>(control_.data<double>()[kAppliedSteps]);
+}
+
+void TrainStep::set_applied_steps(int64_t steps) {
+  control_.data<double>()[kAppliedSteps] = static_cast<double>(steps);
+}
+
+int64_t count_targets(const Tensor& targets) {
+  const int32_t* values = targets.data<int32_t>();
+  return std::count_if(values, values + targets.numel(), [](int32_t target) { return target != kIgnoreTarget; });
+}
+
+std::string first_non_finite(const ParameterRegistry& registry) {
+  for (const Parameter& parameter : registry.parameters())
+    if (!is_finite(parameter.value)) return "weight " + parameter.spec.name;
+  const auto& parameters = registry.parameters();
+  for (auto parameter = parameters.rbegin(); parameter != parameters.rend(); ++parameter)
+    if (!is_finite(parameter->grad)) return "gradient of " + parameter->spec.name;
+  return {};
+}
+
+std::string decay_group_table(const ParameterRegistry& registry, double weight_decay) {
+  std::string text;
+  for (const WeightDecay group : {WeightDecay::kYes, WeightDecay::kNo}) {
+    int64_t num_tensors = 0, num_elements = 0;
+    std::vector<std::string> names;
+    for (const Parameter& parameter : registry.parameters()) {
+      if (parameter.spec.decay != group) continue;
+      ++num_tensors;
+      num_elements += parameter.spec.shape.numel();
+      const std::string name = with_numbers_as_stars(parameter.spec.name);
+      if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+    }
+    text += fmt::format("AdamW, weight decay {}: {} tensors, {} numbers\n",
+                        group == WeightDecay::kYes ? weight_decay : 0.0, num_tensors, num_elements);
+    for (const std::string& name : names) text += "  " + name + "\n";
+  }
+  return text;
+}
+
+}  // namespace palimpsest

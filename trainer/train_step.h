@@ -1,0 +1,73 @@
+// One optimizer step: the gradient of any number of micro-batches, the global norm, AdamW. Knows neither files nor
+// consoles, so that tests, bench and the training loop drive the same code.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "kernels/adamw.h"
+#include "model/language_model.h"
+#include "model/layer.h"
+#include "model/parameters.h"
+
+namespace palimpsest {
+
+struct TrainStepOptions {
+  double z_loss = 0.0;
+  ActivationCheckpointing checkpointing = ActivationCheckpointing::kNone;
+  std::optional<double> grad_clip;  // largest global norm
+  AdamwOptions adamw;               // lr is given to each step; weight_decay holds for WeightDecay::kYes alone
+};
+
+struct StepResult {
+  double loss = 0.0;       // mean over the targets of the step
+  double z_loss = 0.0;     // mean of the z terms, not part of `loss`
+  double grad_norm = 0.0;  // of the whole model, before clipping
+  bool applied = true;     // false: something was not finite, and weights, moments and applied_steps are as before
+};
+
+class TrainStep {
+ public:
+  // The registry must be bound for training and outlive this. A few numbers are taken from `numbers`.
+  TrainStep(const LanguageModel& model, ParameterRegistry& registry, Context context, Arena& numbers,
+            const TrainStepOptions& options);
+
+  // A step is begin, accumulate for each micro-batch, finish. num_targets counts the scored targets of the whole step:
+  // loss and gradient are divided by it once, so how the rows are cut into micro-batches makes no difference. A
+  // micro-batch without targets adds nothing.
+  void begin(int64_t num_targets);
+  void accumulate(const ModelInput& micro_batch);
+  StepResult finish(double lr);
+  StepResult run(std::span<const ModelInput> micro_batches, int64_t num_targets, double lr);
+
+  int64_t applied_steps() const;  // AdamW's counter
+  void set_applied_steps(int64_t steps);
+
+ private:
+  void accumulate_norm();
+  void update_parameters(double lr);
+
+  const LanguageModel& model_;
+  ParameterRegistry& registry_;
+  Context context_;
+  TrainStepOptions options_;
+  LossOptions loss_options_;
+  Tensor control_;   // [4] f64, see StepControl
+  Tensor loss_sum_;  // [1] f64
+  Tensor z_sum_;     // [1] f64
+};
+
+// The scored targets of a batch.
+int64_t count_targets(const Tensor& targets);
+
+// For a message after a skipped step: the first tensor that holds a number that is not finite, in the order in which
+// one thing follows from another: weights, then gradients as backward fills them, from the head down. Empty when there
+// is none.
+std::string first_non_finite(const ParameterRegistry& registry);
+
+// What AdamW does to whom: one line a group with its weight decay, then the names in it, numbers as '*'.
+std::string decay_group_table(const ParameterRegistry& registry, double weight_decay);
+
+}  // namespace palimpsest

@@ -1,0 +1,36 @@
+#include "trainer/workbench.h"
+
+#include <omp.h>
+
+namespace palimpsest {
+
+Workbench::Workbench(const Config& config)
+    : device_(device_of(config)), dtype_(dtype_of(config)), model_(config.model, registry_) {
+  if (config.hardware.threads) omp_set_num_threads(static_cast<int>(*config.hardware.threads));
+}
+
+RegionBytes Workbench::rehearse_training(const BatchLimits& limits, const TrainStepOptions& options) {
+  return palimpsest::rehearse_training(model_, registry_, device_, dtype_, limits, options);
+}
+
+RegionBytes Workbench::rehearse_evaluation(const BatchLimits& limits) {
+  return palimpsest::rehearse_evaluation(model_, registry_, device_, dtype_, limits);
+}
+
+void Workbench::allocate(ParameterUse use, const RegionBytes& bytes) {
+  regions_.emplace(device_, bytes);
+  stream_.emplace(device_, regions_->scratch);
+  registry_.bind(parameter_dtype(dtype_), use, regions_->parameters, regions_->gradients, regions_->optimizer);
+}
+
+TrainStepOptions train_step_options(const Config& config) {
+  return {.z_loss = config.train.z_loss,
+          .checkpointing = config.train.activation_checkpointing,
+          .grad_clip = config.optimizer.grad_clip,
+          .adamw = {.beta1 = config.optimizer.betas[0],
+                    .beta2 = config.optimizer.betas[1],
+                    .eps = config.optimizer.eps,
+                    .weight_decay = config.optimizer.weight_decay}};
+}
+
+}  // namespace palimpsest

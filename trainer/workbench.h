@@ -1,0 +1,47 @@
+// What every command that computes holds: a model, its parameters and the memory they work in. Made in two steps, so
+// that the sizes can be printed before anything is allocated.
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "model/language_model.h"
+#include "trainer/config.h"
+#include "trainer/memory_plan.h"
+
+namespace palimpsest {
+
+class Workbench {
+ public:
+  // Declares the model's parameters; allocates nothing. `config` is resolved. Sets the number of threads it asks for.
+  explicit Workbench(const Config& config);
+  Workbench(const Workbench&) = delete;
+  Workbench& operator=(const Workbench&) = delete;
+
+  const LanguageModel& model() const { return model_; }
+  ParameterRegistry& registry() { return registry_; }
+  Device device() const { return device_; }
+  DType dtype() const { return dtype_; }
+
+  RegionBytes rehearse_training(const BatchLimits& limits, const TrainStepOptions& options);
+  RegionBytes rehearse_evaluation(const BatchLimits& limits);
+
+  // Allocates the regions and binds the parameters to them. Values are uninitialised.
+  void allocate(ParameterUse use, const RegionBytes& bytes);
+  Regions& regions() { return *regions_; }
+  Stream& stream() { return *stream_; }
+  Context context() { return {.stream = *stream_, .activations = regions_->activations, .dtype = dtype_}; }
+
+ private:
+  Device device_;
+  DType dtype_;
+  ParameterRegistry registry_;
+  LanguageModel model_;
+  std::optional<Regions> regions_;
+  std::optional<Stream> stream_;
+};
+
+// What a config says of a training step.
+TrainStepOptions train_step_options(const Config& config);
+
+}  // namespace palimpsest
