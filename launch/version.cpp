@@ -1,6 +1,6 @@
 #include "launch/version.h"
 
-#include "parallel/mesh.h"
+#include "parallel/mpi_session.h"
 
 namespace palimpsest {
 

@@ -1,35 +1,52 @@
 #include "parallel/mesh.h"
 
-#include <mpi.h>
-
-#include <cstdlib>
-
-#include "kernels/check.h"
+#include <array>
+#include <utility>
 
 namespace palimpsest {
 
-MpiSession::MpiSession(int* argc, char*** argv) {
-  int provided = 0;
-  CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided) == MPI_SUCCESS, "MPI did not start");
-  MPI_Comm_rank(MPI_COMM_WORLD, &world_rank_);
-  MPI_Comm_size(MPI_COMM_WORLD, &world_size_);
+MeshShape resolve_mesh(const MeshShape& wanted, int64_t ranks) {
+  std::array<int64_t, 3> sizes = {wanted.data, wanted.sequence, wanted.tensor};
+  const std::string text = "parallel: data = " + std::to_string(wanted.data) +
+                           ", sequence = " + std::to_string(wanted.sequence) +
+                           ", tensor = " + std::to_string(wanted.tensor) + " on " + std::to_string(ranks) + " ranks";
+  int64_t* open = nullptr;
+  int64_t product = 1;
+  for (int64_t& size : sizes) {
+    if (size == -1) {
+      if (open) throw_user_error(text, ": only one of them may be -1");
+      open = &size;
+    } else if (size < 1) {
+      throw_user_error(text, ": each must be at least 1, or -1 for what the others leave");
+    } else {
+      product *= size;
+    }
+  }
+  if (open && ranks % product == 0) *open = ranks / product;
+  const MeshShape shape = {.data = sizes[0], .sequence = sizes[1], .tensor = sizes[2]};
+  if ((open && *open < 1) || shape.ranks() != ranks)
+    throw_user_error(text, ": the product of ", open ? "the other two, " : "the three, ", product, ", must ",
+                     open ? "divide" : "be", " the number of ranks");
+  return shape;
 }
 
-MpiSession::~MpiSession() {
-  MPI_Finalize();
-}
+Mesh::Mesh()
+    : Mesh({}, std::make_unique<Communicator>("world"), std::make_unique<Communicator>("data"),
+           std::make_unique<Communicator>("sequence"), std::make_unique<Communicator>("tensor"),
+           std::make_unique<Communicator>("replica")) {}
 
-void MpiSession::abort(int status) {
-  MPI_Abort(MPI_COMM_WORLD, status);
-  std::_Exit(status);
-}
-
-std::string mpi_library_version() {
-  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
-  int length = 0;
-  MPI_Get_library_version(text, &length);
-  std::string version(text, static_cast<size_t>(length));
-  return version.substr(0, version.find(','));
+Mesh::Mesh(const MeshShape& shape, std::unique_ptr<Communicator> world, std::unique_ptr<Communicator> data,
+           std::unique_ptr<Communicator> sequence, std::unique_ptr<Communicator> tensor,
+           std::unique_ptr<Communicator> replica)
+    : shape_(shape),
+      world_(std::move(world)),
+      data_(std::move(data)),
+      sequence_(std::move(sequence)),
+      tensor_(std::move(tensor)),
+      replica_(std::move(replica)) {
+  CHECK(world_->size() == shape.ranks() && data_->size() == shape.data && sequence_->size() == shape.sequence &&
+            tensor_->size() == shape.tensor && replica_->size() == shape.data * shape.sequence,
+        "the communicators do not fit the mesh");
 }
 
 }  // namespace palimpsest

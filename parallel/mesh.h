@@ -1,29 +1,43 @@
-// The device mesh: world = data x sequence x tensor ranks, tensor ranks adjacent.
+// The device mesh: world = data x sequence x tensor. Tensor ranks are adjacent, then sequence, then data:
+//   world rank = (data_rank * sequence + sequence_rank) * tensor + tensor_rank
+// `replica` = data x sequence is the group over which weights are replicated and gradients summed.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
+
+#include "parallel/communicator.h"
 
 namespace palimpsest {
 
-// Owns MPI for the life of the process: initialises it, and finalises it at the end.
-class MpiSession {
- public:
-  MpiSession(int* argc, char*** argv);
-  ~MpiSession();
-  MpiSession(const MpiSession&) = delete;
-  MpiSession& operator=(const MpiSession&) = delete;
-
-  int world_rank() const { return world_rank_; }
-  int world_size() const { return world_size_; }
-  // Ends every rank of the job with this exit status; does not return.
-  [[noreturn]] void abort(int status);
-
- private:
-  int world_rank_ = 0;
-  int world_size_ = 1;
+struct MeshShape {
+  int64_t data = 1, sequence = 1, tensor = 1;
+  int64_t ranks() const { return data * sequence * tensor; }
 };
 
-std::string mpi_library_version();
+// Replaces the one entry that may be -1 by what the others leave of `ranks`. Throws a UserError that prints every
+// number when the product is not the number of ranks.
+MeshShape resolve_mesh(const MeshShape& wanted, int64_t ranks);
+
+class Mesh {
+ public:
+  // This rank alone.
+  Mesh();
+  Mesh(const MeshShape& shape, std::unique_ptr<Communicator> world, std::unique_ptr<Communicator> data,
+       std::unique_ptr<Communicator> sequence, std::unique_ptr<Communicator> tensor,
+       std::unique_ptr<Communicator> replica);
+
+  const MeshShape& shape() const { return shape_; }
+  Communicator& world() const { return *world_; }
+  Communicator& data() const { return *data_; }
+  Communicator& sequence() const { return *sequence_; }
+  Communicator& tensor() const { return *tensor_; }
+  Communicator& replica() const { return *replica_; }
+
+ private:
+  MeshShape shape_;
+  std::unique_ptr<Communicator> world_, data_, sequence_, tensor_, replica_;
+};
 
 }  // namespace palimpsest

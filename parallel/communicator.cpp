@@ -1,0 +1,113 @@
+#include "parallel/communicator.h"
+
+#include "kernels/elementwise.h"
+
+namespace palimpsest {
+
+namespace {
+
+// What has nothing to wait for: a group of one, a rehearsal.
+class Done : public Pending {
+ public:
+  void wait() override {}
+};
+
+void check_parts(const char* what, const Tensor& whole, const Tensor& part, int64_t size) {
+  CHECK(whole.dtype() == part.dtype() && whole.numel() == size * part.numel(), what, ": ", whole.str(), " is not ",
+        size, " times ", part.str());
+  check_contiguous(what, whole);
+  check_contiguous(what, part);
+}
+
+// A copy between tensors whose shapes may differ.
+void copy_flat(Stream& stream, const Tensor& to, const Tensor& from) {
+  if (to.raw() != from.raw()) copy(stream, to.view({to.numel()}), from.view({from.numel()}));
+}
+
+}  // namespace
+
+std::unique_ptr<Pending> Communicator::start_all_reduce(Stream& stream, Tensor x, ReduceOp op) {
+  check_contiguous("all_reduce", x);
+  if (size_ == 1 || x.numel() == 0) return std::make_unique<Done>();
+  bytes_sent_ += 2 * x.bytes() * (size_ - 1) / size_;
+  if (stream.is_planning()) return std::make_unique<Done>();
+  return launch_all_reduce(x, op);
+}
+
+std::unique_ptr<Pending> Communicator::start_all_gather(Stream& stream, Tensor out, const Tensor& in) {
+  check_parts("all_gather", out, in, size_);
+  if (in.numel() == 0) return std::make_unique<Done>();
+  if (size_ == 1) {
+    copy_flat(stream, out, in);
+    return std::make_unique<Done>();
+  }
+  bytes_sent_ += in.bytes() * (size_ - 1);
+  if (stream.is_planning()) return std::make_unique<Done>();
+  return launch_all_gather(out, in);
+}
+
+std::unique_ptr<Pending> Communicator::start_reduce_scatter(Stream& stream, Tensor out, const Tensor& in) {
+  check_parts("reduce_scatter", in, out, size_);
+  if (out.numel() == 0) return std::make_unique<Done>();
+  if (size_ == 1) {
+    copy_flat(stream, out, in);
+    return std::make_unique<Done>();
+  }
+  bytes_sent_ += out.bytes() * (size_ - 1);
+  if (stream.is_planning()) return std::make_unique<Done>();
+  return launch_reduce_scatter(out, in);
+}
+
+void Communicator::all_reduce(Stream& stream, Tensor x, ReduceOp op) {
+  start_all_reduce(stream, x, op)->wait();
+}
+
+void Communicator::all_gather(Stream& stream, Tensor out, const Tensor& in) {
+  start_all_gather(stream, out, in)->wait();
+}
+
+void Communicator::reduce_scatter(Stream& stream, Tensor out, const Tensor& in) {
+  start_reduce_scatter(stream, out, in)->wait();
+}
+
+void Communicator::broadcast(Stream& stream, Tensor x, int64_t root) {
+  check_contiguous("broadcast", x);
+  CHECK(root >= 0 && root < size_, "broadcast from rank ", root, " of ", size_);
+  if (size_ == 1 || x.numel() == 0) return;
+  if (rank_ == root) bytes_sent_ += x.bytes();
+  if (!stream.is_planning()) launch_broadcast(x, root)->wait();
+}
+
+void Communicator::send_receive(Stream& stream, const Tensor& out, int64_t to, Tensor in, int64_t from) {
+  CHECK(to < size_ && from < size_ && to != rank_ && from != rank_, "send to ", to, ", receive from ", from,
+        " on rank ", rank_, " of ", size_);
+  if (to >= 0) bytes_sent_ += out.bytes();
+  if (stream.is_planning() || (to < 0 && from < 0)) return;
+  launch_send_receive(out, to, in, from)->wait();
+}
+
+void Communicator::barrier(Stream& stream) {
+  if (size_ > 1 && !stream.is_planning()) launch_barrier()->wait();
+}
+
+// A group of one never comes here; a backend overrides all of them.
+std::unique_ptr<Pending> Communicator::launch_all_reduce(const Tensor&, ReduceOp) {
+  return std::make_unique<Done>();
+}
+std::unique_ptr<Pending> Communicator::launch_all_gather(const Tensor&, const Tensor&) {
+  return std::make_unique<Done>();
+}
+std::unique_ptr<Pending> Communicator::launch_reduce_scatter(const Tensor&, const Tensor&) {
+  return std::make_unique<Done>();
+}
+std::unique_ptr<Pending> Communicator::launch_broadcast(const Tensor&, int64_t) {
+  return std::make_unique<Done>();
+}
+std::unique_ptr<Pending> Communicator::launch_send_receive(const Tensor&, int64_t, const Tensor&, int64_t) {
+  return std::make_unique<Done>();
+}
+std::unique_ptr<Pending> Communicator::launch_barrier() {
+  return std::make_unique<Done>();
+}
+
+}  // namespace palimpsest

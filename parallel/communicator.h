@@ -1,0 +1,77 @@
+// Communicator: collectives over the ranks of one mesh axis. MPI on host memory (mpi_communicator.h); a group of one
+// rank does nothing. Every rank of the group makes the same calls in the same order.
+//
+// On a planning stream nothing is sent, but bytes are counted: so a rehearsal tells what a step sends on each axis.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "kernels/stream.h"
+
+namespace palimpsest {
+
+enum class ReduceOp : uint8_t { kSum, kMax };
+
+// A collective under way. Its tensors must not be touched before wait() returns.
+class Pending {
+ public:
+  virtual ~Pending() = default;
+  // Returns when it is done. When the deadline passes, the job ends with exit status 3 (see watchdog.h).
+  virtual void wait() = 0;
+};
+
+class Communicator {
+ public:
+  // The group of this rank alone.
+  explicit Communicator(std::string axis) : axis_(std::move(axis)) {}
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  const std::string& axis() const { return axis_; }  // "data", "sequence", "tensor", "replica", "world"
+  int64_t rank() const { return rank_; }
+  int64_t size() const { return size_; }
+
+  // x = op over the ranks, in place. Contiguous; f32, f64, i32 or i64. The result is the same bits on every rank.
+  void all_reduce(Stream& stream, Tensor x, ReduceOp op);
+  // out = the ranks' `in` one after the other: numel(out) = size * numel(in). Any dtype, contiguous.
+  void all_gather(Stream& stream, Tensor out, const Tensor& in);
+  // out = this rank's part of the sum over the ranks: numel(in) = size * numel(out). f32 or f64, contiguous.
+  void reduce_scatter(Stream& stream, Tensor out, const Tensor& in);
+  // x of rank `root` to all. Any dtype, contiguous.
+  void broadcast(Stream& stream, Tensor x, int64_t root);
+  // Sends `out` to one rank and receives `in` from another at the same time. A rank of -1: nothing that way.
+  void send_receive(Stream& stream, const Tensor& out, int64_t to, Tensor in, int64_t from);
+  void barrier(Stream& stream);
+
+  // The same, under way while the caller goes on.
+  std::unique_ptr<Pending> start_all_reduce(Stream& stream, Tensor x, ReduceOp op);
+  std::unique_ptr<Pending> start_all_gather(Stream& stream, Tensor out, const Tensor& in);
+  std::unique_ptr<Pending> start_reduce_scatter(Stream& stream, Tensor out, const Tensor& in);
+
+  // Bytes that this rank has sent, as a ring would send them: all_gather (size - 1) parts, reduce_scatter the same,
+  // all_reduce both.
+  int64_t bytes_sent() const { return bytes_sent_; }
+  void reset_bytes_sent() { bytes_sent_ = 0; }
+
+ protected:
+  Communicator(std::string axis, int64_t rank, int64_t size) : axis_(std::move(axis)), rank_(rank), size_(size) {}
+
+  // What a backend provides; only called with size() > 1 and non-empty tensors.
+  virtual std::unique_ptr<Pending> launch_all_reduce(const Tensor& x, ReduceOp op);
+  virtual std::unique_ptr<Pending> launch_all_gather(const Tensor& out, const Tensor& in);
+  virtual std::unique_ptr<Pending> launch_reduce_scatter(const Tensor& out, const Tensor& in);
+  virtual std::unique_ptr<Pending> launch_broadcast(const Tensor& x, int64_t root);
+  virtual std::unique_ptr<Pending> launch_send_receive(const Tensor& out, int64_t to, const Tensor& in, int64_t from);
+  virtual std::unique_ptr<Pending> launch_barrier();
+
+ private:
+  std::string axis_;
+  int64_t rank_ = 0;
+  int64_t size_ = 1;
+  int64_t bytes_sent_ = 0;
+};
+
+}  // namespace palimpsest

@@ -1,0 +1,147 @@
+#include "parallel/mpi_communicator.h"
+
+#include <climits>
+#include <utility>
+#include <vector>
+
+namespace palimpsest {
+
+namespace {
+
+class MpiPending : public Pending {
+ public:
+  MpiPending(const char* operation, const std::string& axis, Watchdog& watchdog)
+      : operation_(operation), axis_(axis), watchdog_(watchdog) {}
+
+  MPI_Request* add_request() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
+
+  void wait() override {
+    const Watchdog::Guard guard(watchdog_, operation_, axis_);
+    check_mpi(MPI_Waitall(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE), operation_);
+  }
+
+ private:
+  const char* operation_;
+  const std::string& axis_;
+  Watchdog& watchdog_;
+  std::vector<MPI_Request> requests_;
+};
+
+MPI_Datatype mpi_type(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return MPI_FLOAT;
+    case DType::kF64:
+      return MPI_DOUBLE;
+    case DType::kI32:
+      return MPI_INT32_T;
+    case DType::kI64:
+      return MPI_INT64_T;
+    default:
+      break;
+  }
+  CHECK(false, "MPI does not reduce ", name_of(dtype));
+  return MPI_DATATYPE_NULL;
+}
+
+// Counts of MPI are ints. Large tensors go in parts of this many elements.
+constexpr int64_t kMaxCount = int64_t{1} << 30;
+static_assert(kMaxCount <= INT_MAX);
+
+int checked_count(int64_t count) {
+  CHECK(count <= kMaxCount, "one collective of ", count, " elements; at most ", kMaxCount);
+  return static_cast<int>(count);
+}
+
+}  // namespace
+
+void check_mpi(int result, const char* call) {
+  if (result == MPI_SUCCESS) return;
+  char text[MPI_MAX_ERROR_STRING] = {};
+  int length = 0;
+  MPI_Error_string(result, text, &length);
+  CHECK(false, call, ": ", std::string(text, static_cast<size_t>(length)));
+}
+
+MpiCommunicator::MpiCommunicator(std::string axis, MPI_Comm comm, Watchdog& watchdog)
+    : Communicator(
+          std::move(axis),
+          [&] {
+            int rank = 0;
+            check_mpi(MPI_Comm_rank(comm, &rank), "MPI_Comm_rank");
+            return int64_t{rank};
+          }(),
+          [&] {
+            int size = 0;
+            check_mpi(MPI_Comm_size(comm, &size), "MPI_Comm_size");
+            return int64_t{size};
+          }()),
+      comm_(comm),
+      watchdog_(watchdog) {
+  check_mpi(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+}
+
+MpiCommunicator::~MpiCommunicator() {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (!finalized) MPI_Comm_free(&comm_);
+}
+
+std::unique_ptr<Pending> MpiCommunicator::launch_all_reduce(const Tensor& x, ReduceOp op) {
+  auto pending = std::make_unique<MpiPending>("all_reduce", axis(), watchdog_);
+  check_mpi(MPI_Iallreduce(MPI_IN_PLACE, x.raw(), checked_count(x.numel()), mpi_type(x.dtype()),
+                           op == ReduceOp::kSum ? MPI_SUM : MPI_MAX, comm_, pending->add_request()),
+            "MPI_Iallreduce");
+  return pending;
+}
+
+std::unique_ptr<Pending> MpiCommunicator::launch_all_gather(const Tensor& out, const Tensor& in) {
+  auto pending = std::make_unique<MpiPending>("all_gather", axis(), watchdog_);
+  const int bytes = checked_count(in.bytes());
+  check_mpi(MPI_Iallgather(in.raw(), bytes, MPI_BYTE, out.raw(), bytes, MPI_BYTE, comm_, pending->add_request()),
+            "MPI_Iallgather");
+  return pending;
+}
+
+std::unique_ptr<Pending> MpiCommunicator::launch_reduce_scatter(const Tensor& out, const Tensor& in) {
+  auto pending = std::make_unique<MpiPending>("reduce_scatter", axis(), watchdog_);
+  check_mpi(MPI_Ireduce_scatter_block(in.raw(), out.raw(), checked_count(out.numel()), mpi_type(in.dtype()), MPI_SUM,
+                                      comm_, pending->add_request()),
+            "MPI_Ireduce_scatter_block");
+  return pending;
+}
+
+std::unique_ptr<Pending> MpiCommunicator::launch_broadcast(const Tensor& x, int64_t root) {
+  auto pending = std::make_unique<MpiPending>("broadcast", axis(), watchdog_);
+  check_mpi(
+      MPI_Ibcast(x.raw(), checked_count(x.bytes()), MPI_BYTE, static_cast<int>(root), comm_, pending->add_request()),
+      "MPI_Ibcast");
+  return pending;
+}
+
+std::unique_ptr<Pending> MpiCommunicator::launch_send_receive(const Tensor& out, int64_t to, const Tensor& in,
+                                                              int64_t from) {
+  constexpr int kTag = 0;
+  auto pending = std::make_unique<MpiPending>("send_receive", axis(), watchdog_);
+  if (from >= 0) {
+    check_contiguous("receive", in);
+    check_mpi(MPI_Irecv(in.raw(), checked_count(in.bytes()), MPI_BYTE, static_cast<int>(from), kTag, comm_,
+                        pending->add_request()),
+              "MPI_Irecv");
+  }
+  if (to >= 0) {
+    check_contiguous("send", out);
+    check_mpi(MPI_Isend(out.raw(), checked_count(out.bytes()), MPI_BYTE, static_cast<int>(to), kTag, comm_,
+                        pending->add_request()),
+              "MPI_Isend");
+  }
+  return pending;
+}
+
+std::unique_ptr<Pending> MpiCommunicator::launch_barrier() {
+  auto pending = std::make_unique<MpiPending>("barrier", axis(), watchdog_);
+  check_mpi(MPI_Ibarrier(comm_, pending->add_request()), "MPI_Ibarrier");
+  return pending;
+}
+
+}  // namespace palimpsest

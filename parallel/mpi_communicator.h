@@ -1,0 +1,36 @@
+// Collectives over MPI, on host memory. All of them are started non-blocking and waited for under the watchdog.
+#pragma once
+
+#include <mpi.h>
+
+#include <memory>
+#include <string>
+
+#include "parallel/communicator.h"
+#include "parallel/watchdog.h"
+
+namespace palimpsest {
+
+// Throws an Error with MPI's own text when a call fails.
+void check_mpi(int result, const char* call);
+
+class MpiCommunicator : public Communicator {
+ public:
+  // Takes over `comm` and frees it at the end. The watchdog must outlive it.
+  MpiCommunicator(std::string axis, MPI_Comm comm, Watchdog& watchdog);
+  ~MpiCommunicator() override;
+
+ protected:
+  std::unique_ptr<Pending> launch_all_reduce(const Tensor& x, ReduceOp op) override;
+  std::unique_ptr<Pending> launch_all_gather(const Tensor& out, const Tensor& in) override;
+  std::unique_ptr<Pending> launch_reduce_scatter(const Tensor& out, const Tensor& in) override;
+  std::unique_ptr<Pending> launch_broadcast(const Tensor& x, int64_t root) override;
+  std::unique_ptr<Pending> launch_send_receive(const Tensor& out, int64_t to, const Tensor& in, int64_t from) override;
+  std::unique_ptr<Pending> launch_barrier() override;
+
+ private:
+  MPI_Comm comm_;
+  Watchdog& watchdog_;
+};
+
+}  // namespace palimpsest

@@ -1,0 +1,63 @@
+#include "parallel/mpi_session.h"
+
+#include <mpi.h>
+
+#include <cstdlib>
+
+#include "parallel/mpi_communicator.h"
+
+namespace palimpsest {
+
+MpiSession::MpiSession(int* argc, char*** argv) {
+  int provided = 0;
+  check_mpi(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided), "MPI_Init_thread");
+  int rank = 0, size = 1;
+  check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "MPI_Comm_rank");
+  check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &size), "MPI_Comm_size");
+  world_rank_ = rank;
+  world_size_ = size;
+}
+
+MpiSession::~MpiSession() {
+  MPI_Finalize();
+}
+
+std::unique_ptr<Mesh> MpiSession::make_mesh(const MeshShape& shape, Watchdog& watchdog) const {
+  const int64_t rank = world_rank_;
+  const bool member = rank < shape.ranks();
+  const int64_t tensor_rank = rank % shape.tensor;
+  const int64_t sequence_rank = rank / shape.tensor % shape.sequence;
+  const int64_t data_rank = rank / shape.tensor / shape.sequence;
+  // Ranks of one colour form a group, in order of their world ranks.
+  const auto split = [&](const char* axis, int64_t colour) -> std::unique_ptr<Communicator> {
+    MPI_Comm comm = MPI_COMM_NULL;
+    check_mpi(MPI_Comm_split(MPI_COMM_WORLD, member ? static_cast<int>(colour) : MPI_UNDEFINED, static_cast<int>(rank),
+                             &comm),
+              "MPI_Comm_split");
+    if (!member) return nullptr;
+    return std::make_unique<MpiCommunicator>(axis, comm, watchdog);
+  };
+  auto world = split("world", 0);
+  auto data = split("data", sequence_rank * shape.tensor + tensor_rank);
+  auto sequence = split("sequence", data_rank * shape.tensor + tensor_rank);
+  auto tensor = split("tensor", data_rank * shape.sequence + sequence_rank);
+  auto replica = split("replica", tensor_rank);
+  if (!member) return nullptr;
+  return std::make_unique<Mesh>(shape, std::move(world), std::move(data), std::move(sequence), std::move(tensor),
+                                std::move(replica));
+}
+
+void MpiSession::abort(int status) {
+  MPI_Abort(MPI_COMM_WORLD, status);
+  std::_Exit(status);
+}
+
+std::string mpi_library_version() {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
+  int length = 0;
+  MPI_Get_library_version(text, &length);
+  std::string version(text, static_cast<size_t>(length));
+  return version.substr(0, version.find(','));
+}
+
+}  // namespace palimpsest

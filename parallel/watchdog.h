@@ -1,0 +1,60 @@
+// Watchdog: ends the process when a collective does not finish in time, whatever it is stuck in. A job whose rank died,
+// or whose network was cut, must not hang.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace palimpsest {
+
+class Watchdog {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // `expired` is called once, on the watchdog's thread, with one line that says which rank waited for what at which
+  // step. The default prints the line and ends the process with status 3 at once: mpirun then ends the other ranks.
+  Watchdog(int64_t rank, double timeout_s, std::function<void(const std::string&)> expired = {});
+  ~Watchdog();
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
+
+  // For the lines it prints.
+  void set_step(int64_t step);
+
+  // Watches from its construction to its end. `operation` ("all_reduce on axis data") must be a literal or outlive it.
+  class Guard {
+   public:
+    Guard(Watchdog& watchdog, const char* operation, const std::string& axis);
+    ~Guard();
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+
+   private:
+    Watchdog& watchdog_;
+  };
+
+ private:
+  void run();
+
+  const int64_t rank_;
+  const std::chrono::duration<double> timeout_;
+  std::function<void(const std::string&)> expired_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_.
+  bool stopping_ = false;
+  int depth_ = 0;  // guards alive; the outermost one counts
+  Clock::time_point deadline_;
+  std::string operation_, axis_;
+  int64_t step_ = 0;
+
+  std::thread thread_;  // last: starts when all else is there
+};
+
+}  // namespace palimpsest
