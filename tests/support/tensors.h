@@ -17,6 +17,8 @@ namespace palimpsest::support {
 class OwnedTensor {
  public:
   OwnedTensor(DType dtype, Shape shape, int64_t row_gap = 0);
+  OwnedTensor(OwnedTensor&&) noexcept = default;
+  OwnedTensor& operator=(OwnedTensor&&) noexcept = default;
 
   const Tensor& tensor() const { return tensor_; }
   operator const Tensor&() const { return tensor_; }  // NOLINT: stands for the tensor in calls of ops
