@@ -69,8 +69,8 @@ Region whole_region(const Shape& shape) {
 }
 
 std::vector<int64_t> extents_of(const Shape& shape) {
-  std::vector<int64_t> extents;
-  for (int i = 0; i < shape.num_dims(); ++i) extents.push_back(shape[i]);
+  std::vector<int64_t> extents(shape.num_dims());
+  for (int i = 0; i < shape.num_dims(); ++i) extents[i] = shape[i];
   return extents;
 }
 

@@ -34,6 +34,10 @@ std::optional<FolderName> parse_name(std::string_view name) {
   return checkpoint_name(parsed.step) + std::string(parsed.suffix) == name ? std::optional(parsed) : std::nullopt;
 }
 
+std::string path_in(const std::string& directory, const std::string& name) {
+  return fmt::format("{}/{}", directory, name);
+}
+
 std::vector<std::string> names_in(const std::string& directory) {
   return is_directory(directory) ? list_directory(directory) : std::vector<std::string>();
 }
@@ -62,7 +66,7 @@ std::vector<CheckpointEntry> list_checkpoints(const std::string& directory) {
   std::vector<CheckpointEntry> entries;
   for (const std::string& name : names_in(directory)) {
     const auto parsed = parse_name(name);
-    const std::string path = directory + "/" + name;
+    const std::string path = path_in(directory, name);
     if (parsed && parsed->suffix != kPartialSuffix && is_directory(path))
       entries.push_back({parsed->step, path, has_manifest(path)});
   }
@@ -129,7 +133,7 @@ std::vector<std::string> remove_leftovers(const std::string& directory) {
     for (const std::string& name : names_in(directory)) {
       const auto parsed = parse_name(name);
       if (parsed && parsed->suffix == suffix)
-        attempt(lines, [&] { body(directory + "/" + name, directory + "/" + checkpoint_name(parsed->step)); });
+        attempt(lines, [&] { body(path_in(directory, name), path_in(directory, checkpoint_name(parsed->step))); });
     }
   };
   each(kPartialSuffix, [&](const std::string& path, const std::string&) {

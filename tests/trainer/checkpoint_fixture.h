@@ -128,6 +128,13 @@ inline std::string bytes_of_step(int64_t step, const SmallModel::Specs& specs = 
   return model.bytes();
 }
 
+// What stands in a folder of checkpoints, beside its lock.
+inline std::vector<std::string> names_in(const std::string& directory) {
+  std::vector<std::string> names = list_directory(directory);
+  std::erase(names, "lock");
+  return names;
+}
+
 // Loads the newest checkpoint and returns its step (-1: none); fails the test unless it is exact.
 inline int64_t load_newest_exactly(const std::string& directory) {
   SmallModel loaded;

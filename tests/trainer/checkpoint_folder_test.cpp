@@ -20,12 +20,6 @@ using support::user_error_of;
 
 using Names = std::vector<std::string>;
 
-Names names_in(const std::string& directory) {
-  Names names = list_directory(directory);
-  std::erase(names, "lock");
-  return names;
-}
-
 void flip_byte(const std::string& path, size_t position) {
   std::string content = support::read_file(path);
   content.at(position) ^= 0x10;

@@ -23,12 +23,6 @@ using support::SmallFileSystem;
 using support::TempDirectory;
 using support::user_error_of;
 
-std::vector<std::string> names_in(const std::string& directory) {
-  std::vector<std::string> names = list_directory(directory);
-  std::erase(names, "lock");
-  return names;
-}
-
 // The save under test: step 20, one checkpoint kept, so that the one of step 10 is removed afterwards.
 void save_20(const std::string& directory, bool background) {
   SmallModel model;

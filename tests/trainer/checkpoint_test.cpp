@@ -291,7 +291,8 @@ TEST(CheckpointWriter, PlansTheSnapshotToTheByte) {
   const auto values = static_cast<int64_t>(model.bytes().size());
   EXPECT_GE(planning.peak(), values);
   EXPECT_LE(planning.peak(), values + 21 * Arena::kAlignment);
-  BackgroundSetup setup(model, {TempDirectory().path(), 1});
+  const TempDirectory folder;
+  BackgroundSetup setup(model, {folder.path(), 1});
   EXPECT_EQ(setup.arena.used(), setup.arena.capacity());
 }
 
