@@ -13,6 +13,15 @@ void cross_entropy_stats(Stream& stream, Tensor stats, const Tensor& logits, con
   PALIMPSEST_DISPATCH(stream, cross_entropy_stats(stream, stats, logits, targets, vocab_begin));
 }
 
+void cross_entropy_merge_stats(Stream& stream, Tensor stats, const Tensor& parts) {
+  const DType dtype = floating_dtype(stream, "stats", stats);
+  check_contiguous_operand(stream, "stats", stats, dtype, {kAnyDim, 3});
+  check_contiguous_operand(stream, "parts", parts, dtype, {kAnyDim, 3});
+  CHECK(stats.dim(0) > 0 ? parts.dim(0) % stats.dim(0) == 0 : parts.dim(0) == 0, parts.dim(0), " parts of ",
+        stats.dim(0), " rows");
+  PALIMPSEST_DISPATCH(stream, cross_entropy_merge_stats(stream, stats, parts));
+}
+
 void cross_entropy_loss(Stream& stream, Tensor token_loss, Tensor z_term, const Tensor& stats, const Tensor& targets,
                         double z_loss) {
   const DType dtype = floating_dtype(stream, "stats", stats);

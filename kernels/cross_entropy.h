@@ -14,6 +14,9 @@ constexpr int32_t kIgnoreTarget = -1;  // a token that is not scored: loss 0, gr
 // stats f32 (f64 for f64), overwritten.
 PALIMPSEST_OP(cross_entropy_stats, Stream& stream, Tensor stats, const Tensor& logits, const Tensor& targets,
               int64_t vocab_begin);
+// stats [n, 3] = the statistics of whole rows from those of their parts, parts [P * n, 3], part after part.
+// Overwritten.
+PALIMPSEST_OP(cross_entropy_merge_stats, Stream& stream, Tensor stats, const Tensor& parts);
 // token_loss [n] f32 (f64): loss without the z-loss term, 0 for ignored tokens, overwritten. z_term [n] or absent:
 // z_loss * lse^2 of scored tokens, overwritten.
 PALIMPSEST_OP(cross_entropy_loss, Stream& stream, Tensor token_loss, Tensor z_term, const Tensor& stats,

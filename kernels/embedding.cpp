@@ -4,20 +4,40 @@
 
 namespace palimpsest {
 
-void embedding_forward(Stream& stream, Tensor x, const Tensor& tokens, const Tensor& table) {
+namespace {
+
+void check_range(const VocabRange& range, const Tensor& table) {
+  CHECK(range.begin >= 0 && range.begin + table.dim(0) <= range.total, "a table of ", table.dim(0), " rows from id ",
+        range.begin, " of a vocabulary of ", range.total);
+}
+
+}  // namespace
+
+void embedding_forward(Stream& stream, Tensor x, const Tensor& tokens, const Tensor& table, const VocabRange& range) {
   const DType dtype = floating_dtype(stream, "table", table);
   check_operand(stream, "table", table, dtype, {kAnyDim, kAnyDim});
   check_contiguous_operand(stream, "tokens", tokens, DType::kI32, {kAnyDim});
   check_operand(stream, "x", x, dtype, {tokens.dim(0), table.dim(1)});
-  PALIMPSEST_DISPATCH(stream, embedding_forward(stream, x, tokens, table));
+  check_range(range, table);
+  PALIMPSEST_DISPATCH(stream, embedding_forward(stream, x, tokens, table, range));
 }
 
-void embedding_backward(Stream& stream, Tensor dtable, const Tensor& dx, const Tensor& tokens) {
+void embedding_backward(Stream& stream, Tensor dtable, const Tensor& dx, const Tensor& tokens,
+                        const VocabRange& range) {
   const DType dtype = floating_dtype(stream, "dx", dx);
   check_operand(stream, "dx", dx, dtype, {kAnyDim, kAnyDim});
   check_contiguous_operand(stream, "tokens", tokens, DType::kI32, {dx.dim(0)});
   check_operand(stream, "dtable", dtable, statistics_dtype(dtype), {kAnyDim, dx.dim(1)});
-  PALIMPSEST_DISPATCH(stream, embedding_backward(stream, dtable, dx, tokens));
+  check_range(range, dtable);
+  PALIMPSEST_DISPATCH(stream, embedding_backward(stream, dtable, dx, tokens, range));
+}
+
+void embedding_forward(Stream& stream, Tensor x, const Tensor& tokens, const Tensor& table) {
+  embedding_forward(stream, x, tokens, table, {.begin = 0, .total = table.dim(0)});
+}
+
+void embedding_backward(Stream& stream, Tensor dtable, const Tensor& dx, const Tensor& tokens) {
+  embedding_backward(stream, dtable, dx, tokens, {.begin = 0, .total = dtable.dim(0)});
 }
 
 }  // namespace palimpsest

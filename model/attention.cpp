@@ -29,20 +29,22 @@ struct AttentionDecodeState : DecodeState {
 }  // namespace
 
 Attention::Attention(const ModelConfig& config, const std::string& prefix, ParameterRegistry& registry)
-    : num_heads_(config.attention.num_heads),
-      num_kv_heads_(config.attention.num_kv_heads.value_or(config.attention.num_heads)),
+    : num_heads_(registry.tensor_share().units(config.attention.num_heads, "model.attention.num_heads")),
+      num_kv_heads_(registry.tensor_share().shared_units(
+          config.attention.num_kv_heads.value_or(config.attention.num_heads), "model.attention.num_kv_heads")),
       head_dim_(config.attention.head_dim),
       output_gate_(config.attention.output_gate),
       scale_(1.0 / std::sqrt(static_cast<double>(head_dim_))),
       norm_eps_(config.norm_eps),
       norm_weight_(config.norm),
       rope_(config.attention.rope, 0, config.attention.rope_dim.value_or(head_dim_), config.attention.rope_theta) {
-  const int64_t D = config.hidden_size, H = num_heads_, HKV = num_kv_heads_, d = head_dim_;
+  const int64_t D = config.hidden_size, H = config.attention.num_heads, d = head_dim_;
+  const int64_t HKV = config.attention.num_kv_heads.value_or(H);
   const std::string p = prefix + "self_attn.";
-  std::vector<ParameterSpec> projections = {{.name = p + "q_proj.weight", .shape = {H * d, D}},
-                                            {.name = p + "k_proj.weight", .shape = {HKV * d, D}},
-                                            {.name = p + "v_proj.weight", .shape = {HKV * d, D}}};
-  if (output_gate_) projections.push_back({.name = p + "g_proj.weight", .shape = {H * d, D}});
+  std::vector<ParameterSpec> projections = {{.name = p + "q_proj.weight", .shape = {H * d, D}, .units = H},
+                                            {.name = p + "k_proj.weight", .shape = {HKV * d, D}, .units = HKV},
+                                            {.name = p + "v_proj.weight", .shape = {HKV * d, D}, .units = HKV}};
+  if (output_gate_) projections.push_back({.name = p + "g_proj.weight", .shape = {H * d, D}, .units = H});
   in_proj_ = &registry.declare_stack(std::move(projections));
   if (config.attention.qk_norm) {
     const auto norm = [&](const char* name) {
@@ -56,7 +58,8 @@ Attention::Attention(const ModelConfig& config, const std::string& prefix, Param
     q_norm_ = &registry.declare(norm("q_norm.weight"));
     k_norm_ = &registry.declare(norm("k_norm.weight"));
   }
-  o_proj_ = &registry.declare({.name = p + "o_proj.weight", .shape = {D, H * d}, .split = TensorSplit::kColumns});
+  o_proj_ =
+      &registry.declare({.name = p + "o_proj.weight", .shape = {D, H * d}, .split = TensorSplit::kColumns, .units = H});
 }
 
 Tensor Attention::q_columns(const Tensor& proj) const {

@@ -20,10 +20,11 @@ struct LogitBlock {
 };
 
 template <class Function>
-void for_each_block(Context& context, const Tensor& hidden, const Tensor& weight, const Tensor& targets, double z_loss,
-                    Function&& function) {
+void for_each_block(Context& context, const Tensor& hidden, const HeadWeight& head, const Tensor& targets,
+                    double z_loss, Function&& function) {
   Stream& stream = context.stream;
-  const int64_t N = hidden.dim(0), V = weight.dim(0);
+  Communicator& tensor = context.mesh.tensor();
+  const int64_t N = hidden.dim(0), V = head.weight.dim(0);
   const int64_t block_rows = std::min(N, head_block_rows(V, context.dtype));
   const DType statistics = context.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   for (int64_t start = 0; start < N; start += block_rows) {
@@ -34,8 +35,16 @@ void for_each_block(Context& context, const Tensor& hidden, const Tensor& weight
     block.token_loss = stream.scratch().allocate(statistics, {block.rows});
     block.z_term = stream.scratch().allocate(statistics, {block.rows});
     const Tensor block_targets = targets.rows(start, block.rows);
-    linear_forward(stream, block.logits, hidden.rows(start, block.rows), weight, Write::kOverwrite);
-    cross_entropy_stats(stream, block.stats, block.logits, block_targets, 0);
+    linear_forward(stream, block.logits, hidden.rows(start, block.rows), head.weight, Write::kOverwrite);
+    if (tensor.size() == 1) {
+      cross_entropy_stats(stream, block.stats, block.logits, block_targets, head.vocab_begin);
+    } else {
+      const Tensor own = stream.scratch().allocate(statistics, {block.rows, 3});
+      const Tensor parts = stream.scratch().allocate(statistics, {tensor.size() * block.rows, 3});
+      cross_entropy_stats(stream, own, block.logits, block_targets, head.vocab_begin);
+      tensor.all_gather(stream, parts, own);
+      cross_entropy_merge_stats(stream, block.stats, parts);
+    }
     cross_entropy_loss(stream, block.token_loss, block.z_term, block.stats, block_targets, z_loss);
     function(block, block_targets);
   }
@@ -49,22 +58,22 @@ int64_t head_block_rows(int64_t vocab_size, DType dtype) {
   return std::max(kMinRows, kBlockBytes / (vocab_size * size_of(dtype)));
 }
 
-void head_loss_forward(Context& context, Tensor token_loss, const Tensor& hidden, const Tensor& weight,
+void head_loss_forward(Context& context, Tensor token_loss, const Tensor& hidden, const HeadWeight& head,
                        const Tensor& targets) {
-  for_each_block(context, hidden, weight, targets, 0.0, [&](const LogitBlock& block, const Tensor&) {
+  for_each_block(context, hidden, head, targets, 0.0, [&](const LogitBlock& block, const Tensor&) {
     copy(context.stream, token_loss.rows(block.start, block.rows), block.token_loss);
   });
 }
 
-void head_loss_forward_backward(Context& context, const HeadBackward& out, const Tensor& hidden, const Tensor& weight,
+void head_loss_forward_backward(Context& context, const HeadBackward& out, const Tensor& hidden, const HeadWeight& head,
                                 const Tensor& targets, double z_loss, double grad_scale) {
   Stream& stream = context.stream;
-  for_each_block(context, hidden, weight, targets, z_loss, [&](const LogitBlock& block, const Tensor& block_targets) {
+  for_each_block(context, hidden, head, targets, z_loss, [&](const LogitBlock& block, const Tensor& block_targets) {
     sum_into(stream, out.loss_sum, block.token_loss);
     sum_into(stream, out.z_sum, block.z_term);
-    cross_entropy_backward(stream, block.logits, block.stats, block_targets, 0, z_loss, grad_scale);
+    cross_entropy_backward(stream, block.logits, block.stats, block_targets, head.vocab_begin, z_loss, grad_scale);
     const Tensor& d_logits = block.logits;
-    linear_backward_input(stream, out.d_hidden.rows(block.start, block.rows), d_logits, weight, Write::kOverwrite);
+    linear_backward_input(stream, out.d_hidden.rows(block.start, block.rows), d_logits, head.weight, Write::kOverwrite);
     linear_backward_weight(stream, out.d_weight, d_logits, hidden.rows(block.start, block.rows));
   });
 }

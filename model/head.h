@@ -10,17 +10,24 @@ namespace palimpsest {
 // Tokens whose logits exist at once: at most about 32 MiB of them, at least 16 tokens.
 int64_t head_block_rows(int64_t vocab_size, DType dtype);
 
-// token_loss [N] overwritten. hidden [N, D], weight [V, D], targets [N] i32.
-void head_loss_forward(Context& context, Tensor token_loss, const Tensor& hidden, const Tensor& weight,
+// The rows of the head's matrix that this tensor rank holds: weight [Vl, D], ids from vocab_begin. The loss is that of
+// the whole vocabulary: ranks exchange three numbers a token.
+struct HeadWeight {
+  Tensor weight;
+  int64_t vocab_begin = 0;
+};
+
+// token_loss [N] overwritten. hidden [N, D], targets [N] i32.
+void head_loss_forward(Context& context, Tensor token_loss, const Tensor& hidden, const HeadWeight& head,
                        const Tensor& targets);
 
 struct HeadBackward {
   Tensor loss_sum, z_sum;  // [1] f64, accumulated
-  Tensor d_hidden;         // [N, D], overwritten
-  Tensor d_weight;         // [V, D], accumulated
+  Tensor d_hidden;         // [N, D], overwritten; a partial sum over the tensor group
+  Tensor d_weight;         // [Vl, D], accumulated
 };
 // Loss and gradient of grad_scale * (loss_sum + z_sum) in one pass: each block's logits are computed once.
-void head_loss_forward_backward(Context& context, const HeadBackward& out, const Tensor& hidden, const Tensor& weight,
+void head_loss_forward_backward(Context& context, const HeadBackward& out, const Tensor& hidden, const HeadWeight& head,
                                 const Tensor& targets, double z_loss, double grad_scale);
 
 }  // namespace palimpsest

@@ -14,11 +14,12 @@ std::unique_ptr<TokenMixer> make_kda(const ModelConfig& config, const std::strin
   const int64_t D = config.hidden_size, H = kda.num_heads, HV = kda.num_value_heads.value_or(H);
   const int64_t K = kda.head_dim, V = kda.head_dim;
   const int64_t R = kda.head_dim;  // rank of the decay and of the output gate
+  const TensorShare& share = registry.tensor_share();
   const std::string p = prefix + "self_attn.";
 
   DeltaMixerParts parts;
-  parts.num_heads = H;
-  parts.num_value_heads = HV;
+  parts.num_heads = share.shared_units(H, "model.kda.num_heads");
+  parts.num_value_heads = share.units(HV, "model.kda.num_value_heads");
   parts.key_size = K;
   parts.value_size = V;
   parts.options = {.decay = Decay::kVector,
@@ -30,45 +31,50 @@ std::unique_ptr<TokenMixer> make_kda(const ModelConfig& config, const std::strin
   parts.norm_eps = config.norm_eps;
 
   parts.decay_rows = R;
-  parts.gate_rows = kda.full_rank_gate ? HV * V : R;
-  parts.beta_rows = HV;
+  parts.gate_rows = kda.full_rank_gate ? parts.num_value_heads * V : R;
+  parts.beta_rows = parts.num_value_heads;
   std::vector<ParameterSpec> projections = {
-      {.name = p + "q_proj.weight", .shape = {H * K, D}},
-      {.name = p + "k_proj.weight", .shape = {H * K, D}},
-      {.name = p + "v_proj.weight", .shape = {HV * V, D}},
+      {.name = p + "q_proj.weight", .shape = {H * K, D}, .units = H},
+      {.name = p + "k_proj.weight", .shape = {H * K, D}, .units = H},
+      {.name = p + "v_proj.weight", .shape = {HV * V, D}, .units = HV},
       {.name = p + "f_a_proj.weight", .shape = {R, D}, .split = TensorSplit::kPartialOverHeads}};
   if (kda.full_rank_gate) {
-    projections.push_back({.name = p + "g_proj.weight", .shape = {HV * V, D}});
+    projections.push_back({.name = p + "g_proj.weight", .shape = {HV * V, D}, .units = HV});
   } else {
     projections.push_back({.name = p + "g_a_proj.weight", .shape = {R, D}, .split = TensorSplit::kPartialOverHeads});
   }
-  projections.push_back({.name = p + "b_proj.weight", .shape = {HV, D}});
+  projections.push_back({.name = p + "b_proj.weight", .shape = {HV, D}, .units = HV});
   parts.in_proj = &registry.declare_stack(std::move(projections));
 
-  const auto taps = [&](const char* name, int64_t channels) {
-    return ParameterSpec{.name = p + name, .shape = {channels, 1, kda.conv_size}, .in_product = InProduct::kNo};
+  const auto taps = [&](const char* name, int64_t heads, int64_t size) {
+    return ParameterSpec{
+        .name = p + name, .shape = {heads * size, 1, kda.conv_size}, .in_product = InProduct::kNo, .units = heads};
   };
   parts.conv = &registry.declare_stack(
-      {taps("q_conv1d.weight", H * K), taps("k_conv1d.weight", H * K), taps("v_conv1d.weight", HV * V)});
-  parts.decay_b = &registry.declare({.name = p + "f_b_proj.weight", .shape = {HV * K, R}});
-  if (!kda.full_rank_gate) parts.gate_b = &registry.declare({.name = p + "g_b_proj.weight", .shape = {HV * V, R}});
+      {taps("q_conv1d.weight", H, K), taps("k_conv1d.weight", H, K), taps("v_conv1d.weight", HV, V)});
+  parts.decay_b = &registry.declare({.name = p + "f_b_proj.weight", .shape = {HV * K, R}, .units = HV});
+  if (!kda.full_rank_gate)
+    parts.gate_b = &registry.declare({.name = p + "g_b_proj.weight", .shape = {HV * V, R}, .units = HV});
   parts.A_log = &registry.declare({.name = p + "A_log",
                                    .shape = {HV},
                                    .init = kda.gate_lower_bound ? Init::kZeros : Init::kLogUniform1To16,
                                    .decay = WeightDecay::kNo,
-                                   .in_product = InProduct::kNo});
+                                   .in_product = InProduct::kNo,
+                                   .units = HV});
   parts.dt_bias = &registry.declare({.name = p + "dt_bias",
                                      .shape = {HV * K},
                                      .init = Init::kDtBias,
                                      .decay = WeightDecay::kNo,
-                                     .in_product = InProduct::kNo});
+                                     .in_product = InProduct::kNo,
+                                     .units = HV});
   parts.o_norm = &registry.declare({.name = p + "o_norm.weight",
                                     .shape = {V},
                                     .init = Init::kOnes,
                                     .decay = WeightDecay::kNo,
                                     .split = TensorSplit::kPartialOverHeads,
                                     .in_product = InProduct::kNo});
-  parts.o_proj = &registry.declare({.name = p + "o_proj.weight", .shape = {D, HV * V}, .split = TensorSplit::kColumns});
+  parts.o_proj = &registry.declare(
+      {.name = p + "o_proj.weight", .shape = {D, HV * V}, .split = TensorSplit::kColumns, .units = HV});
   return std::make_unique<DeltaMixer>(parts);
 }
 

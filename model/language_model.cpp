@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -13,6 +14,7 @@
 #include "model/mixers.h"
 #include "model/mlp.h"
 #include "model/residual.h"
+#include "model/tensor_parallel.h"
 
 namespace palimpsest {
 
@@ -73,23 +75,31 @@ LanguageModel::LanguageModel(const ModelConfig& config, ParameterRegistry& regis
 
 LanguageModel::~LanguageModel() = default;
 
+void LanguageModel::embed(Context& context, const Tensor& tokens, Tensor x) const {
+  Arena::Scope scope(context.stream.scratch());
+  PartialSum out(context, x, tokens.dim(0));
+  embedding_forward(context.stream, out.all(), tokens, embedding_->value,
+                    {.begin = embedding_->block.start[0], .total = config_.vocab_size});
+  out.scatter();
+}
+
 void LanguageModel::forward_backward(Context& context, const ModelInput& input, const LossOptions& options,
                                      Tensor loss_sum, Tensor z_sum) const {
   Stream& stream = context.stream;
   Arena& keep = context.activations;
   Arena::Scope scope(keep);
-  const int64_t N = input.tokens.dim(0), D = config_.hidden_size;
+  const int64_t N = input.tokens.dim(0), D = config_.hidden_size, n = tokens_of_rank(context, N);
   const Keep keep_mixer = options.checkpointing == ActivationCheckpointing::kFull ? Keep::kRecompute : Keep::kSaved;
   const Keep keep_mlp = options.checkpointing == ActivationCheckpointing::kNone ? Keep::kSaved : Keep::kRecompute;
 
   // 1. embedding
-  Tensor x = keep.allocate(context.dtype, {N, D});
-  embedding_forward(stream, x, input.tokens, embedding_->value);
+  Tensor x = keep.allocate(context.dtype, {n, D});
+  embed(context, input.tokens, x);
   // 2. blocks
   std::vector<SavedBlock> saved;
   saved.reserve(blocks_.size());
   const auto run_half = [&](const Residual& half, Keep keep_half) {
-    const Tensor y = keep.allocate(context.dtype, {N, D});
+    const Tensor y = keep.allocate(context.dtype, {n, D});
     SavedResidual result = half.forward(context, input.sequence, x, y, keep_half);
     x = y;
     return result;
@@ -101,14 +111,18 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& input, 
     saved.push_back(std::move(saved_block));
   }
   // 3. and 4. final norm and head, forward and backward
-  const Tensor d = keep.allocate(context.dtype, {N, D});
+  const Tensor d = keep.allocate(context.dtype, {n, D});
   {
     Arena::Scope inner(stream.scratch());
-    const Tensor rstd = stream.scratch().allocate(final_norm_->value.dtype(), {N});
-    const Tensor hidden = stream.scratch().allocate(context.dtype, {N, D});
+    const Tensor rstd = stream.scratch().allocate(final_norm_->value.dtype(), {n});
+    const Tensor hidden = stream.scratch().allocate(context.dtype, {n, D});
     rms_norm_forward(stream, hidden, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
-    head_loss_forward_backward(context, {.loss_sum = loss_sum, .z_sum = z_sum, .d_hidden = d, .d_weight = head_->grad},
-                               hidden, head_->value, input.targets, options.z_loss, options.grad_scale);
+    PartialSum d_hidden(context, d, N);
+    head_loss_forward_backward(
+        context, {.loss_sum = loss_sum, .z_sum = z_sum, .d_hidden = d_hidden.all(), .d_weight = head_->grad},
+        gather_tokens(context, hidden, N), {.weight = head_->value, .vocab_begin = head_->block.start[0]},
+        input.targets, options.z_loss, options.grad_scale);
+    d_hidden.scatter();
     rms_norm_backward(stream, d, final_norm_->grad, d, x, final_norm_->value, rstd, config_.norm);
   }
   // 2. blocks in reverse
@@ -117,37 +131,62 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& input, 
     blocks_[i].mixer_half(config_).backward(context, input.sequence, saved[i].mixer, d);
   }
   // 1.
-  embedding_backward(stream, embedding_->grad, d, input.tokens);
+  Arena::Scope inner(stream.scratch());
+  embedding_backward(stream, embedding_->grad, gather_tokens(context, d, N), input.tokens,
+                     {.begin = embedding_->block.start[0], .total = config_.vocab_size});
 }
 
 Tensor LanguageModel::forward_hidden(Context& context, const ModelInput& input) const {
   Stream& stream = context.stream;
   Arena& keep = context.activations;
-  const int64_t N = input.tokens.dim(0), D = config_.hidden_size;
-  Tensor x = keep.allocate(context.dtype, {N, D});
-  Tensor y = keep.allocate(context.dtype, {N, D});
-  embedding_forward(stream, x, input.tokens, embedding_->value);
+  const int64_t N = input.tokens.dim(0), D = config_.hidden_size, n = tokens_of_rank(context, N);
+  Arena::Scope all(keep);
+  const Tensor x = keep.allocate(context.dtype, {n, D});
+  const Tensor y = keep.allocate(context.dtype, {n, D});
+  embed(context, input.tokens, x);
   for (const Block& block : blocks_) {
     Arena::Scope scope(keep);
     block.mixer_half(config_).forward(context, input.sequence, x, y, Keep::kRecompute);
     block.mlp_half(config_).forward(context, input.sequence, y, x, Keep::kRecompute);
   }
+  const Tensor hidden = stream.scratch().allocate(context.dtype, {n, D});
+  const Tensor rstd = stream.scratch().allocate(final_norm_->value.dtype(), {n});
+  rms_norm_forward(stream, hidden, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
+  return gather_tokens(context, hidden, N);
+}
+
+void LanguageModel::project_logits(Context& context, const Tensor& hidden, Tensor logits) const {
+  Stream& stream = context.stream;
+  Communicator& tensor = context.mesh.tensor();
+  if (tensor.size() == 1) {
+    linear_forward(stream, logits, hidden, head_->value, Write::kOverwrite);
+    return;
+  }
+  // Each rank's columns, padded to the first rank's number, side by side.
   Arena::Scope scope(stream.scratch());
-  const Tensor rstd = stream.scratch().allocate(final_norm_->value.dtype(), {N});
-  rms_norm_forward(stream, y, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
-  return y;
+  const int64_t N = hidden.dim(0), V = config_.vocab_size;
+  const int64_t width = (V + tensor.size() - 1) / tensor.size();
+  const Tensor own = stream.scratch().allocate(context.dtype, {N, width});
+  const Tensor all = stream.scratch().allocate(context.dtype, {tensor.size() * N, width});
+  fill_zero(stream, own);
+  linear_forward(stream, own.columns(0, head_->value.dim(0)), hidden, head_->value, Write::kOverwrite);
+  tensor.all_gather(stream, all, own);
+  for (int64_t rank = 0; rank * width < V; ++rank) {
+    const int64_t columns = std::min(width, V - rank * width);
+    copy(stream, logits.columns(rank * width, columns), all.rows(rank * N, N).columns(0, columns));
+  }
 }
 
 void LanguageModel::forward_loss(Context& context, const ModelInput& input, Tensor token_loss) const {
-  Arena::Scope scope(context.activations);
+  Arena::Scope scope(context.stream.scratch());
   const Tensor hidden = forward_hidden(context, input);
-  head_loss_forward(context, token_loss, hidden, head_->value, input.targets);
+  head_loss_forward(context, token_loss, hidden, {.weight = head_->value, .vocab_begin = head_->block.start[0]},
+                    input.targets);
 }
 
 void LanguageModel::forward_logits(Context& context, const ModelInput& input, Tensor logits) const {
-  Arena::Scope scope(context.activations);
-  const Tensor hidden = forward_hidden(context, input);
-  linear_forward(context.stream, logits, hidden, head_->value, Write::kOverwrite);
+  Arena::Scope scope(context.stream.scratch());
+  project_logits(context, forward_hidden(context, input), logits);
 }
 
 LanguageModel::DecodeStates LanguageModel::make_decode_states(Context& context, int64_t max_tokens) const {
@@ -170,18 +209,25 @@ void LanguageModel::extend(Context& context, DecodeStates& states, const Tensor&
   const Tensor x = scratch.allocate(context.dtype, {N, D});
   const Tensor normed = scratch.allocate(context.dtype, {N, D});
   const Tensor y = scratch.allocate(context.dtype, {N, D});
-  embedding_forward(stream, x, tokens, embedding_->value);
+  // Every tensor rank holds all of the few tokens here; partial sums are added in place.
+  Communicator& tensor = context.mesh.tensor();
+  embedding_forward(stream, x, tokens, embedding_->value,
+                    {.begin = embedding_->block.start[0], .total = config_.vocab_size});
+  tensor.all_reduce(stream, x, ReduceOp::kSum);
   for (size_t i = 0; i < blocks_.size(); ++i) {
     const Block& block = blocks_[i];
     rms_norm_forward(stream, normed, rstd, x, block.mixer_norm->value, config_.norm_eps, config_.norm);
     block.mixer->extend(context, *states.blocks[i], sequence, normed, y);
+    tensor.all_reduce(stream, y, ReduceOp::kSum);
     add(stream, x, x, y);
     Arena::Scope inner(context.activations);
-    block.mlp_half(config_).forward(context, sequence, x, y, Keep::kRecompute);
-    copy(stream, x, y);
+    rms_norm_forward(stream, normed, rstd, x, block.mlp_norm->value, config_.norm_eps, config_.norm);
+    block.mlp->forward(context, sequence, normed, y);
+    tensor.all_reduce(stream, y, ReduceOp::kSum);
+    add(stream, x, x, y);
   }
   rms_norm_forward(stream, y, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
-  linear_forward(stream, logits, y.rows(N - num_logits, num_logits), head_->value, Write::kOverwrite);
+  project_logits(context, y.rows(N - num_logits, num_logits), logits);
   states.num_tokens += N;
 }
 

@@ -72,8 +72,12 @@ class LanguageModel {
   struct Block;
   struct SavedBlock;
 
-  // norm(blocks(embedding)) [N, D] without keeping anything for backward; lies in `activations`.
+  // Embeddings of the tensor rank's tokens, x [n, D].
+  void embed(Context& context, const Tensor& tokens, Tensor x) const;
+  // norm(blocks(embedding)) [N, D] of all tokens without keeping anything for backward; lies in scratch memory.
   Tensor forward_hidden(Context& context, const ModelInput& input) const;
+  // logits [N, V] of the whole vocabulary from hidden [N, D].
+  void project_logits(Context& context, const Tensor& hidden, Tensor logits) const;
 
   ModelConfig config_;
   ParameterRegistry& registry_;

@@ -9,6 +9,7 @@
 #include "kernels/documents.h"
 #include "kernels/stream.h"
 #include "kernels/tensor.h"
+#include "parallel/mesh.h"
 
 namespace palimpsest {
 
@@ -17,6 +18,7 @@ struct Context {
   Stream& stream;
   Arena& activations;
   DType dtype;  // of activations: f32 or f64 on the CPU
+  const Mesh& mesh = Mesh::single();
 };
 
 // How the N tokens of a batch lie in time.

@@ -36,7 +36,7 @@ struct MlaDecodeState : DecodeState {
 }  // namespace
 
 Mla::Mla(const ModelConfig& config, const std::string& prefix, ParameterRegistry& registry)
-    : num_heads_(config.mla.num_heads),
+    : num_heads_(registry.tensor_share().units(config.mla.num_heads, "model.mla.num_heads")),
       nope_dim_(config.mla.qk_nope_head_dim),
       rope_dim_(config.mla.qk_rope_head_dim),
       value_dim_(config.mla.v_head_dim),
@@ -45,7 +45,7 @@ Mla::Mla(const ModelConfig& config, const std::string& prefix, ParameterRegistry
       scale_(1.0 / std::sqrt(static_cast<double>(nope_dim_ + rope_dim_))),
       q_rope_(config.mla.rope, nope_dim_, rope_dim_, config.mla.rope_theta),
       k_rope_(config.mla.rope, 0, rope_dim_, config.mla.rope_theta) {
-  const int64_t D = config.hidden_size, H = num_heads_, dq = nope_dim_ + rope_dim_;
+  const int64_t D = config.hidden_size, H = config.mla.num_heads, dq = nope_dim_ + rope_dim_;
   const std::string p = prefix + "self_attn.";
   const auto norm = [&](const char* name, int64_t size) {
     return ParameterSpec{.name = p + name,
@@ -60,7 +60,7 @@ Mla::Mla(const ModelConfig& config, const std::string& prefix, ParameterRegistry
     projections.push_back(
         {.name = p + "q_a_proj.weight", .shape = {q_rank_, D}, .split = TensorSplit::kPartialOverHeads});
   } else {
-    projections.push_back({.name = p + "q_proj.weight", .shape = {H * dq, D}});
+    projections.push_back({.name = p + "q_proj.weight", .shape = {H * dq, D}, .units = H});
   }
   projections.push_back({.name = p + "kv_a_proj_with_mqa.weight",
                          .shape = {kv_rank_ + rope_dim_, D},
@@ -68,12 +68,13 @@ Mla::Mla(const ModelConfig& config, const std::string& prefix, ParameterRegistry
   in_proj_ = &registry.declare_stack(std::move(projections));
   if (q_rank_ > 0) {
     q_a_norm_ = &registry.declare(norm("q_a_layernorm.weight", q_rank_));
-    q_b_ = &registry.declare({.name = p + "q_b_proj.weight", .shape = {H * dq, q_rank_}});
+    q_b_ = &registry.declare({.name = p + "q_b_proj.weight", .shape = {H * dq, q_rank_}, .units = H});
   }
   kv_a_norm_ = &registry.declare(norm("kv_a_layernorm.weight", kv_rank_));
-  kv_b_ = &registry.declare({.name = p + "kv_b_proj.weight", .shape = {H * (nope_dim_ + value_dim_), kv_rank_}});
-  o_proj_ =
-      &registry.declare({.name = p + "o_proj.weight", .shape = {D, H * value_dim_}, .split = TensorSplit::kColumns});
+  kv_b_ = &registry.declare(
+      {.name = p + "kv_b_proj.weight", .shape = {H * (nope_dim_ + value_dim_), kv_rank_}, .units = H});
+  o_proj_ = &registry.declare(
+      {.name = p + "o_proj.weight", .shape = {D, H * value_dim_}, .split = TensorSplit::kColumns, .units = H});
 }
 
 Tensor Mla::query_columns(const Tensor& proj) const {

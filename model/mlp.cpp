@@ -14,12 +14,12 @@ struct SavedMlp : Saved {
 }  // namespace
 
 Mlp::Mlp(const MlpConfig& config, int64_t hidden_size, const std::string& prefix, ParameterRegistry& registry)
-    : intermediate_size_(config.intermediate_size) {
-  gate_up_ = &registry.declare_stack({{.name = prefix + "gate_proj.weight", .shape = {intermediate_size_, hidden_size}},
-                                      {.name = prefix + "up_proj.weight", .shape = {intermediate_size_, hidden_size}}});
-  down_ = &registry.declare({.name = prefix + "down_proj.weight",
-                             .shape = {hidden_size, intermediate_size_},
-                             .split = TensorSplit::kColumns});
+    : intermediate_size_(registry.tensor_share().units(config.intermediate_size, "model.mlp.intermediate_size")) {
+  const int64_t F = config.intermediate_size;
+  gate_up_ = &registry.declare_stack({{.name = prefix + "gate_proj.weight", .shape = {F, hidden_size}, .units = F},
+                                      {.name = prefix + "up_proj.weight", .shape = {F, hidden_size}, .units = F}});
+  down_ = &registry.declare(
+      {.name = prefix + "down_proj.weight", .shape = {hidden_size, F}, .split = TensorSplit::kColumns, .units = F});
 }
 
 std::unique_ptr<Saved> Mlp::forward(Context& context, const Sequence&, const Tensor& x, Tensor y) const {

@@ -31,16 +31,73 @@ const char* name_of(Init init) {
   return "?";
 }
 
+// Index in the whole tensor of element i of the block.
+int64_t global_index(const Shape& global, const TensorBlock& block, int64_t i) {
+  int64_t index = 0, stride = 1;
+  for (int dim = global.num_dims() - 1; dim >= 0; --dim) {
+    index += (block.start[dim] + i % block.shape[dim]) * stride;
+    i /= block.shape[dim];
+    stride *= global[dim];
+  }
+  return index;
+}
+
 template <class T>
 void fill_initial(const Parameter& parameter, uint64_t seed, double initializer_range) {
   T* values = parameter.value.data<T>();
+  const TensorBlock& block = parameter.block;
   const int64_t count = parameter.value.numel();
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < count; ++i)
-    values[i] = static_cast<T>(initial_value(parameter.spec, seed, i, initializer_range));
+    values[i] = static_cast<T>(
+        initial_value(parameter.spec, seed, global_index(parameter.spec.shape, block, i), initializer_range));
 }
 
 }  // namespace
+
+int64_t TensorShare::units(int64_t count, const std::string& what) const {
+  if (count % size != 0) throw_user_error("parallel.tensor is ", size, ", must divide ", what, " = ", count);
+  return count / size;
+}
+
+int64_t TensorShare::shared_units(int64_t count, const std::string& what) const {
+  if (count % size == 0) return count / size;
+  if (size % count == 0) return 1;
+  throw_user_error("parallel.tensor is ", size, ", must divide ", what, " = ", count, " or be a multiple of it");
+}
+
+TensorBlock tensor_block(const ParameterSpec& spec, const TensorShare& share) {
+  TensorBlock block;
+  for (int i = 0; i < spec.shape.num_dims(); ++i) block.start.push_back(0);
+  block.shape = spec.shape;
+  const bool split = spec.split == TensorSplit::kRows || spec.split == TensorSplit::kColumns;
+  if (!split || share.size == 1) {
+    if (!split) block.copies = share.size;
+    return block;
+  }
+  const int cut = spec.split == TensorSplit::kRows ? 0 : 1;
+  const int64_t extent = spec.shape[cut];
+  int64_t begin = 0, count = 0;
+  if (spec.units > 0) {
+    const int64_t unit_extent = extent / spec.units;
+    const int64_t units = share.shared_units(spec.units, spec.name);
+    block.copies = spec.units % share.size == 0 ? 1 : share.size / spec.units;
+    begin = share.rank / block.copies * units * unit_extent;
+    count = units * unit_extent;
+  } else {
+    const int64_t each = (extent + share.size - 1) / share.size;
+    begin = std::min(extent, share.rank * each);
+    count = std::min(each, extent - begin);
+  }
+  Shape start, shape;
+  for (int i = 0; i < spec.shape.num_dims(); ++i) {
+    start.push_back(i == cut ? begin : 0);
+    shape.push_back(i == cut ? count : spec.shape[i]);
+  }
+  block.start = start;
+  block.shape = shape;
+  return block;
+}
 
 Parameter& ParameterRegistry::declare(ParameterSpec spec) {
   std::vector<ParameterSpec> specs;
@@ -57,6 +114,7 @@ ParameterStack& ParameterRegistry::declare_stack(std::vector<ParameterSpec> spec
                                 spec.shape[spec.shape.num_dims() - 1] == specs[0].shape[specs[0].shape.num_dims() - 1]),
           "parameter ", spec.name, " ", spec.shape.str(), " does not fit the width of its stack");
     stack.parameters.push_back(&parameters_.emplace_back());
+    stack.parameters.back()->block = tensor_block(spec, share_);
     stack.parameters.back()->spec = std::move(spec);
   }
   return stack;
@@ -64,18 +122,14 @@ ParameterStack& ParameterRegistry::declare_stack(std::vector<ParameterSpec> spec
 
 void ParameterRegistry::bind(DType dtype, ParameterUse use, Arena& parameters, Arena& gradients, Arena& optimizer) {
   const auto cut = [](const Tensor& whole, const Parameter& parameter, int64_t row) {
-    return whole.rows(row, parameter.spec.shape[0]).view(parameter.spec.shape);
+    return whole.rows(row, parameter.block.shape[0]).view(parameter.block.shape);
   };
   for (ParameterStack& stack : stacks_) {
-    Shape shape = stack.parameters[0]->spec.shape;
-    if (stack.parameters.size() > 1) {
-      Shape stacked = {0};
-      int64_t rows = 0;
-      for (const Parameter* parameter : stack.parameters) rows += parameter->spec.shape[0];
-      stacked = {rows};
-      for (int i = 1; i < shape.num_dims(); ++i) stacked.push_back(shape[i]);
-      shape = stacked;
-    }
+    const Shape& first = stack.parameters[0]->block.shape;
+    int64_t rows = 0;
+    for (const Parameter* parameter : stack.parameters) rows += parameter->block.shape[0];
+    Shape shape = {rows};
+    for (int i = 1; i < first.num_dims(); ++i) shape.push_back(first[i]);
     const bool with_grad = use != ParameterUse::kInference;
     const bool with_moments = use == ParameterUse::kTraining;
     stack.value = parameters.allocate(dtype, shape);
@@ -88,7 +142,7 @@ void ParameterRegistry::bind(DType dtype, ParameterUse use, Arena& parameters, A
       parameter->grad = with_grad ? cut(stack.grad, *parameter, row) : Tensor();
       parameter->adam_m = with_moments ? cut(m, *parameter, row) : Tensor();
       parameter->adam_v = with_moments ? cut(v, *parameter, row) : Tensor();
-      row += parameter->spec.shape[0];
+      row += parameter->block.shape[0];
     }
   }
 }

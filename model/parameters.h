@@ -31,6 +31,7 @@ enum class Init : uint8_t {
 enum class WeightDecay : uint8_t { kNo, kYes };
 
 // How tensor parallelism cuts the parameter, and what one tensor rank's gradient is then.
+// A replicated parameter's gradient is summed over the tensor group before it is used.
 enum class TensorSplit : uint8_t {
   kRows,               // dimension 0, by head, column or vocabulary row; gradient complete
   kColumns,            // dimension 1; gradient complete
@@ -48,11 +49,32 @@ struct ParameterSpec {
   WeightDecay decay = WeightDecay::kYes;
   TensorSplit split = TensorSplit::kRows;
   InProduct in_product = InProduct::kYes;
+  int64_t units = 0;  // heads, when kRows or kColumns cut between heads alone; 0: anywhere, as even as it goes
 };
+
+// This rank's place in its tensor group.
+struct TensorShare {
+  int64_t rank = 0, size = 1;
+  // How many of `count` heads (or other units) this rank computes. Throws a UserError that names `what` unless the
+  // group's size divides it.
+  int64_t units(int64_t count, const std::string& what) const;
+  // The same for key heads that several query or value heads read: where the size is a multiple of the count, size /
+  // count ranks hold a copy of one.
+  int64_t shared_units(int64_t count, const std::string& what) const;
+};
+
+// The part of a parameter that a tensor rank holds.
+struct TensorBlock {
+  Shape start;  // in the global tensor
+  Shape shape;
+  int64_t copies = 1;  // tensor ranks that hold the same part; their gradients are summed
+};
+TensorBlock tensor_block(const ParameterSpec& spec, const TensorShare& share);
 
 struct Parameter {
   ParameterSpec spec;
-  Tensor value;           // spec.shape; f32, or f64 in f64 runs
+  TensorBlock block;      // what this rank holds of it
+  Tensor value;           // block.shape; f32, or f64 in f64 runs
   Tensor grad;            // same; absent when bound without gradients
   Tensor adam_m, adam_v;  // same; absent when bound without optimizer state
 };
@@ -68,7 +90,7 @@ enum class ParameterUse : uint8_t { kInference, kGradients, kTraining };
 
 class ParameterRegistry {
  public:
-  ParameterRegistry() = default;
+  explicit ParameterRegistry(TensorShare share = {}) : share_(share) {}
   ParameterRegistry(const ParameterRegistry&) = delete;
   ParameterRegistry& operator=(const ParameterRegistry&) = delete;
 
@@ -86,13 +108,15 @@ class ParameterRegistry {
   void zero_gradients(Stream& stream);
   void zero_optimizer(Stream& stream);
 
+  const TensorShare& tensor_share() const { return share_; }
   std::deque<Parameter>& parameters() { return parameters_; }
   const std::deque<Parameter>& parameters() const { return parameters_; }
   Parameter* find(const std::string& name);  // null when there is none
-  int64_t num_elements() const;              // of all parameters
+  int64_t num_elements() const;              // of all parameters, over all ranks
   int64_t num_product_elements() const;      // of those with InProduct::kYes
 
  private:
+  TensorShare share_;
   std::deque<Parameter> parameters_;
   std::deque<ParameterStack> stacks_;  // every parameter belongs to exactly one, often alone
 };

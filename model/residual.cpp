@@ -1,6 +1,7 @@
 #include "model/residual.h"
 
 #include "kernels/elementwise.h"
+#include "model/tensor_parallel.h"
 
 namespace palimpsest {
 
@@ -17,7 +18,11 @@ SavedResidual Residual::forward(Context& context, const Sequence& sequence, cons
   saved.x = x;
   saved.rstd = context.activations.allocate(norm_.value.dtype(), {x.dim(0)});
   const int64_t mark = context.activations.mark();
-  saved.branch = branch_.forward(context, sequence, normed(context, x, saved.rstd), y);
+  const int64_t N = sequence.documents.num_tokens();
+  const Tensor x_normed = gather_tokens(context, normed(context, x, saved.rstd), N);
+  PartialSum out(context, y, N);
+  saved.branch = branch_.forward(context, sequence, x_normed, out.all());
+  out.scatter();
   if (keep == Keep::kRecompute) {
     saved.branch.reset();
     context.activations.release(mark);
@@ -30,11 +35,15 @@ void Residual::backward(Context& context, const Sequence& sequence, const SavedR
   Arena& scratch = context.stream.scratch();
   Arena::Scope scope(scratch);
   Arena::Scope recomputed(context.activations);
-  const Tensor x_normed = normed(context, saved.x, saved.rstd);
+  const int64_t N = sequence.documents.num_tokens();
+  const Tensor x_normed = gather_tokens(context, normed(context, saved.x, saved.rstd), N);
   std::unique_ptr<Saved> again;
   if (!saved.branch) again = branch_.forward(context, sequence, x_normed, {});
   const Tensor d_normed = scratch.allocate(context.dtype, d.shape());
-  branch_.backward(context, sequence, again ? *again : *saved.branch, x_normed, d, d_normed);
+  PartialSum d_in(context, d_normed, N);
+  branch_.backward(context, sequence, again ? *again : *saved.branch, x_normed, gather_tokens(context, d, N),
+                   d_in.all());
+  d_in.scatter();
   rms_norm_backward(context.stream, d_normed, norm_.grad, d_normed, saved.x, norm_.value, saved.rstd, norm_weight_);
   add(context.stream, d, d, d_normed);
 }

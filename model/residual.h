@@ -13,20 +13,21 @@ namespace palimpsest {
 enum class Keep : uint8_t { kSaved, kRecompute };
 
 struct SavedResidual {
-  Tensor x;                       // [N, D]: the input
-  Tensor rstd;                    // [N]
+  Tensor x;                       // [n, D]: the input, of this tensor rank's tokens
+  Tensor rstd;                    // [n]
   std::unique_ptr<Saved> branch;  // null when it is to be recomputed
 };
 
-// Runs the branch behind its norm. Holds references; built on the fly.
+// Runs the branch behind its norm, on all tokens of the tensor group (tensor_parallel.h). Holds references; built on
+// the fly.
 class Residual {
  public:
   Residual(const Branch& branch, const Parameter& norm, double norm_eps, NormWeight norm_weight)
       : branch_(branch), norm_(norm), norm_eps_(norm_eps), norm_weight_(norm_weight) {}
 
-  // y [N, D] overwritten; must be allocated before, since saved activations follow it in the arena.
+  // x, y [n, D]; y overwritten; must be allocated before, since saved activations follow it in the arena.
   SavedResidual forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y, Keep keep) const;
-  // d [N, D]: the gradient of y on entry, of x on return.
+  // d [n, D]: the gradient of y on entry, of x on return.
   void backward(Context& context, const Sequence& sequence, const SavedResidual& saved, Tensor d) const;
 
  private:

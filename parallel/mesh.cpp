@@ -30,10 +30,12 @@ MeshShape resolve_mesh(const MeshShape& wanted, int64_t ranks) {
   return shape;
 }
 
-Mesh::Mesh()
-    : Mesh({}, std::make_unique<Communicator>("world"), std::make_unique<Communicator>("data"),
-           std::make_unique<Communicator>("sequence"), std::make_unique<Communicator>("tensor"),
-           std::make_unique<Communicator>("replica")) {}
+const Mesh& Mesh::single() {
+  static const Mesh mesh({}, std::make_unique<Communicator>("world"), std::make_unique<Communicator>("data"),
+                         std::make_unique<Communicator>("sequence"), std::make_unique<Communicator>("tensor"),
+                         std::make_unique<Communicator>("replica"));
+  return mesh;
+}
 
 Mesh::Mesh(const MeshShape& shape, std::unique_ptr<Communicator> world, std::unique_ptr<Communicator> data,
            std::unique_ptr<Communicator> sequence, std::unique_ptr<Communicator> tensor,

@@ -22,8 +22,8 @@ MeshShape resolve_mesh(const MeshShape& wanted, int64_t ranks);
 
 class Mesh {
  public:
-  // This rank alone.
-  Mesh();
+  // This rank alone. Has no state that a use could change.
+  static const Mesh& single();
   Mesh(const MeshShape& shape, std::unique_ptr<Communicator> world, std::unique_ptr<Communicator> data,
        std::unique_ptr<Communicator> sequence, std::unique_ptr<Communicator> tensor,
        std::unique_ptr<Communicator> replica);

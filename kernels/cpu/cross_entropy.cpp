@@ -51,6 +51,26 @@ void cross_entropy_stats(Stream&, Tensor stats, const Tensor& logits, const Tens
   });
 }
 
+void cross_entropy_merge_stats(Stream&, Tensor stats, const Tensor& parts) {
+  with_real(stats.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    const int64_t n = stats.dim(0), num_parts = n > 0 ? parts.dim(0) / n : 0;
+    const TokenStats<T>* in = stats_of<T>(parts);
+    TokenStats<T>* out = stats_of<T>(stats);
+    for (int64_t row = 0; row < n; ++row) {
+      TokenStats<T> merged = {-std::numeric_limits<T>::infinity(), T(0), T(0)};
+      for (int64_t part = 0; part < num_parts; ++part)
+        merged.maximum = std::max(merged.maximum, in[part * n + row].maximum);
+      for (int64_t part = 0; part < num_parts; ++part) {
+        const TokenStats<T>& share = in[part * n + row];
+        merged.sum += share.sum * std::exp(share.maximum - merged.maximum);
+        merged.target_logit += share.target_logit;
+      }
+      out[row] = merged;
+    }
+  });
+}
+
 void cross_entropy_loss(Stream&, Tensor token_loss, Tensor z_term, const Tensor& stats, const Tensor& targets,
                         double z_loss) {
   with_real(stats.dtype(), [&](auto zero) {

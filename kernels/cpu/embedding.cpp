@@ -8,29 +8,38 @@ namespace {
 
 void check_ids(const int32_t* ids, int64_t count, int64_t vocabulary) {
   for (int64_t n = 0; n < count; ++n)
-    CHECK(ids[n] >= 0 && ids[n] < vocabulary, "token ", n, " has id ", ids[n], ", the table has ", vocabulary, " rows");
+    CHECK(ids[n] >= 0 && ids[n] < vocabulary, "token ", n, " has id ", ids[n], ", the vocabulary has ", vocabulary);
 }
 
 }  // namespace
 
-void embedding_forward(Stream&, Tensor x, const Tensor& tokens, const Tensor& table) {
+void embedding_forward(Stream&, Tensor x, const Tensor& tokens, const Tensor& table, const VocabRange& range) {
   const int32_t* ids = tokens.data<int32_t>();
-  check_ids(ids, tokens.dim(0), table.dim(0));
+  check_ids(ids, tokens.dim(0), range.total);
+  const int64_t rows_begin = range.begin, num_rows = table.dim(0);
   with_real(x.dtype(), [&](auto zero) {
     using T = decltype(zero);
     const Rows<T> to(x), from(table);
     const int64_t D = x.dim(1);
     constexpr int64_t kTokens = 64;
     parallel_ranges(x.dim(0), kTokens, [=](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) std::copy_n(from[ids[n]], D, to[n]);
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t row = ids[n] - rows_begin;
+        if (row >= 0 && row < num_rows) {
+          std::copy_n(from[row], D, to[n]);
+        } else {
+          std::fill_n(to[n], D, T(0));
+        }
+      }
     });
   });
 }
 
 // Every range of columns adds the tokens in their order, so no two threads meet in a row.
-void embedding_backward(Stream&, Tensor dtable, const Tensor& dx, const Tensor& tokens) {
+void embedding_backward(Stream&, Tensor dtable, const Tensor& dx, const Tensor& tokens, const VocabRange& range) {
   const int32_t* ids = tokens.data<int32_t>();
-  check_ids(ids, tokens.dim(0), dtable.dim(0));
+  check_ids(ids, tokens.dim(0), range.total);
+  const int64_t rows_begin = range.begin, num_rows = dtable.dim(0);
   with_real(dx.dtype(), [&](auto zero) {
     using T = decltype(zero);
     const Rows<T> to(dtable), from(dx);
@@ -38,7 +47,9 @@ void embedding_backward(Stream&, Tensor dtable, const Tensor& dx, const Tensor& 
     constexpr int64_t kColumns = 128;
     parallel_ranges(dx.dim(1), kColumns, [=](int64_t begin, int64_t end) {
       for (int64_t n = 0; n < N; ++n) {
-        T* sum = to[ids[n]];
+        const int64_t row = ids[n] - rows_begin;
+        if (row < 0 || row >= num_rows) continue;
+        T* sum = to[row];
         const T* gradient = from[n];
 #pragma omp simd
         for (int64_t i = begin; i < end; ++i) sum[i] += gradient[i];

@@ -1,0 +1,35 @@
+#include "model/tensor_parallel.h"
+
+#include "kernels/elementwise.h"
+
+namespace palimpsest {
+
+int64_t tokens_of_rank(const Context& context, int64_t num_tokens) {
+  const int64_t T = context.mesh.tensor().size();
+  return (num_tokens + T - 1) / T;
+}
+
+Tensor gather_tokens(Context& context, const Tensor& local, int64_t num_tokens) {
+  const int64_t T = context.mesh.tensor().size();
+  if (T == 1) return local;
+  const Tensor padded = context.stream.scratch().allocate(local.dtype(), {T * local.dim(0), local.dim(1)});
+  context.mesh.tensor().all_gather(context.stream, padded, local);
+  return padded.rows(0, num_tokens);
+}
+
+PartialSum::PartialSum(Context& context, Tensor local, int64_t num_tokens) : context_(context), local_(local) {
+  const int64_t T = context.mesh.tensor().size();
+  if (T == 1) {
+    padded_ = all_ = local;
+    return;
+  }
+  padded_ = context.stream.scratch().allocate(local.dtype(), {T * local.dim(0), local.dim(1)});
+  all_ = padded_.rows(0, num_tokens);
+  fill_zero(context.stream, padded_.rows(num_tokens, padded_.dim(0) - num_tokens));
+}
+
+void PartialSum::scatter() {
+  if (context_.mesh.tensor().size() > 1) context_.mesh.tensor().reduce_scatter(context_.stream, local_, padded_);
+}
+
+}  // namespace palimpsest
