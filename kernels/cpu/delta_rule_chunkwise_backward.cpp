@@ -433,7 +433,7 @@ void delta_rule_chunkwise_backward(Stream& stream, const DeltaRuleGrads& grads, 
           : chunk(carver, chunk_sizes), document(carver, chunk_sizes, op, N) {}
     };
     Arena::Scope scope(stream.scratch());
-    const int threads = omp_get_max_threads();
+    const int threads = num_threads_for(s);
     Carver<T> counter(nullptr);
     Buffers(counter, sizes, options, s.N);
     const int64_t size = counter.used();

@@ -61,7 +61,7 @@ void delta_rule_chunkwise_forward(Stream& stream, const DeltaRuleOutputs& out, c
   with_kind(options, [&]<Decay decay, DeltaRule delta>() {
     using Buffers = ChunkForwardBuffers<T, decay, delta>;
     Arena::Scope scope(stream.scratch());
-    const int threads = omp_get_max_threads();
+    const int threads = num_threads_for(s);
     Carver<T> counter(nullptr);
     Buffers(counter, sizes);
     const int64_t size = counter.used();

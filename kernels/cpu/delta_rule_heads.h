@@ -71,6 +71,12 @@ inline int64_t first_document_of_group(const Documents& documents, int64_t group
   return std::lower_bound(first, first + documents.count(), token) - first;
 }
 
+// Threads for a call of this size: a few tokens, as in decoding, are done before a second thread has woken up.
+inline int num_threads_for(const DeltaRuleShape& s) {
+  constexpr int64_t kWorthASecondThread = 1 << 18;  // state elements touched
+  return s.N * s.HV * s.K * s.V < kWorthASecondThread ? 1 : omp_get_max_threads();
+}
+
 // Calls body(thread, group, document, value_head) for every document and value head. One thread takes heads_per_task
 // heads of a group, head by head, each in the order of the documents.
 template <class Body>

@@ -212,7 +212,7 @@ void delta_rule_recurrence_forward(Stream& stream, const DeltaRuleOutputs& out, 
                                    const DeltaRuleOptions& options, const Documents& documents) {
   const DeltaRuleShape s = delta_rule_shape(in, documents);
   Arena::Scope scope(stream.scratch());
-  const int threads = omp_get_max_threads();
+  const int threads = num_threads_for(s);
   const int64_t size = ForwardBuffers<T>(Carver<T>(nullptr), s.K, s.V).size;
   const Tensor workspace = stream.scratch().allocate(DTypeOf<T>::value, {threads, size});
   if (stream.is_planning()) return;
@@ -232,7 +232,7 @@ void delta_rule_recurrence_backward(Stream& stream, const DeltaRuleGrads& grads,
   const DeltaRuleShape s = delta_rule_shape(in, documents);
   const int64_t heads_per_key = s.HV / s.H;
   Arena::Scope scope(stream.scratch());
-  const int threads = omp_get_max_threads();
+  const int threads = num_threads_for(s);
   const int64_t size = BackwardBuffers<T>(Carver<T>(nullptr), s.K, s.V, s.N).size;
   const Tensor workspace = stream.scratch().allocate(DTypeOf<T>::value, {threads, size});
   const GateParameterSums sums(stream.scratch(), s.HV, in.dt_bias);

@@ -1,7 +1,9 @@
 #include "tests/support/delta_rule_case.h"
 
+#include <cmath>
 #include <cstring>
 
+#include "kernels/random.h"
 #include "tests/support/tensors.h"
 
 namespace palimpsest::support {
@@ -19,16 +21,26 @@ class Run {
  public:
   Run(const DeltaRuleCase& c, int64_t gap) : case_(c), gap_(gap) {}
 
+  double loss() {
+    const Documents documents(case_.offsets);
+    const DeltaRuleInputs in = inputs();
+    const DeltaRuleOutputs out = {.o = output("output"), .final_state = output("final_state")};
+    const auto call = [&](Arena& scratch, Arena& activations) {
+      Stream stream(Device::kCpu, scratch);
+      delta_rule_forward(
+          stream, out,
+          allocate_delta_rule_saved(activations, DTypeOf<T>::value, delta_rule_shape(in, documents), case_.options), in,
+          case_.options, documents);
+    };
+    run_in_planned_memory(call);
+    double sum = dot(out.o, input("grad_output"));
+    if (case_.in.count("grad_final_state") != 0) sum += dot(out.final_state, input("grad_final_state"));
+    return sum;
+  }
+
   NamedArrays run() {
     const Documents documents(case_.offsets);
-    const DeltaRuleInputs in = {.q = input("q"),
-                                .k = input("k"),
-                                .v = input("v"),
-                                .beta_logit = input("beta_logit"),
-                                .gate_logit = input("gate_logit"),
-                                .A_log = input("A_log"),
-                                .dt_bias = input("dt_bias"),
-                                .initial_state = input("initial_state")};
+    const DeltaRuleInputs in = inputs();
     const Tensor d_o = input("grad_output"), d_final_state = input("grad_final_state");
     const DeltaRuleOutputs out = {.o = output("output"), .final_state = output("final_state")};
     const DeltaRuleGrads grads = {.dq = gradient("q"),
@@ -39,10 +51,8 @@ class Run {
                                   .dA_log = gradient("A_log"),
                                   .ddt_bias = gradient("dt_bias"),
                                   .d_initial_state = gradient("initial_state")};
-    if (grads.dA_log.defined()) {
-      fill(grads.dA_log, 0);  // accumulated
-      fill(grads.ddt_bias, 0);
-    }
+    for (const Tensor& accumulated : {grads.dA_log, grads.ddt_bias})
+      if (accumulated.defined()) fill(accumulated, 0);
 
     const auto call = [&](Arena& scratch, Arena& activations) {
       const DeltaRuleSaved saved =
@@ -51,15 +61,7 @@ class Run {
       delta_rule_forward(stream, out, saved, in, case_.options, documents);
       delta_rule_backward(stream, grads, d_o, d_final_state, saved, in, case_.options, documents);
     };
-    Arena planned_scratch = Arena::planning("scratch", Device::kCpu);
-    Arena planned_activations = Arena::planning("activations", Device::kCpu);
-    call(planned_scratch, planned_activations);
-    Arena scratch("scratch", Device::kCpu, planned_scratch.peak());
-    Arena activations("activations", Device::kCpu, planned_activations.peak());
-    fill_with_nan(scratch);
-    fill_with_nan(activations);
-    call(scratch, activations);
-    CHECK(scratch.used() == 0, "the op left ", scratch.used(), " bytes of workspace");
+    run_in_planned_memory(call);
 
     NamedArrays results;
     for (auto& [name, tensor] : tensors_) {
@@ -74,6 +76,30 @@ class Run {
   }
 
  private:
+  // Once on planning arenas, then on arenas of just the size that planning found, filled with NaN.
+  template <class Call>
+  static void run_in_planned_memory(Call call) {
+    Arena planned_scratch = Arena::planning("scratch", Device::kCpu);
+    Arena planned_activations = Arena::planning("activations", Device::kCpu);
+    call(planned_scratch, planned_activations);
+    Arena scratch("scratch", Device::kCpu, planned_scratch.peak());
+    Arena activations("activations", Device::kCpu, planned_activations.peak());
+    fill_with_nan(scratch);
+    fill_with_nan(activations);
+    call(scratch, activations);
+    CHECK(scratch.used() == 0, "the op left ", scratch.used(), " bytes of workspace");
+  }
+
+  DeltaRuleInputs inputs() {
+    return {.q = input("q"),
+            .k = input("k"),
+            .v = input("v"),
+            .beta_logit = input("beta_logit"),
+            .gate_logit = input("gate_logit"),
+            .A_log = input("A_log"),
+            .dt_bias = input("dt_bias"),
+            .initial_state = input("initial_state")};
+  }
   Tensor input(const std::string& name) {
     const auto found = case_.in.find(name);
     if (found == case_.in.end()) return {};
@@ -117,6 +143,105 @@ NamedArrays run_delta_rule(const DeltaRuleCase& c, DType dtype, RowSpacing spaci
   if (dtype == DType::kF64) return Run<double>(c, gap).run();
   CHECK(dtype == DType::kF32, "delta rule cases run in f32 or f64, not ", name_of(dtype));
   return Run<float>(c, gap).run();
+}
+
+double delta_rule_loss(const DeltaRuleCase& c) {
+  return Run<double>(c, 0).loss();
+}
+
+NamedArrays plain_delta_rule(const DeltaRuleCase& c) {
+  const DeltaRuleOptions& op = c.options;
+  const int64_t H = c.H, HV = c.HV, K = c.K, V = c.V;
+  const bool vector = op.decay == Decay::kVector;
+  const auto value = [&](const std::string& name, int64_t i) { return c.in.at(name)[static_cast<size_t>(i)]; };
+  const auto normalised = [&](const std::string& name, int64_t t, int64_t head) {
+    std::vector<double> x;
+    double sum = 0;
+    for (int64_t i = 0; i < K; ++i) {
+      x.push_back(value(name, (t * H + head) * K + i));
+      sum += x.back() * x.back();
+    }
+    if (op.l2norm_qk)
+      for (double& element : x) element /= std::sqrt(sum + op.l2norm_eps);
+    return x;
+  };
+  const auto log_decay = [&](int64_t t, int64_t head, int64_t i) {
+    if (op.decay == Decay::kNone) return 0.0;
+    const int64_t channel = vector ? head * K + i : head;
+    const double y = value("gate_logit", t * (vector ? HV * K : HV) + channel) + value("dt_bias", channel);
+    const double rate = std::exp(value("A_log", head));
+    if (op.gate == Gate::kBounded) return op.gate_lower_bound / (1 + std::exp(-rate * y));
+    return -rate * (y > 30 ? y : std::log1p(std::exp(y)));
+  };
+  NamedArrays out;
+  out["output"].resize(static_cast<size_t>(c.num_tokens() * HV * V));
+  for (int64_t document = 0; document < c.num_documents(); ++document) {
+    for (int64_t head = 0; head < HV; ++head) {
+      std::vector<double> state(static_cast<size_t>(K * V), 0.0);
+      if (c.in.count("initial_state") != 0)
+        for (int64_t i = 0; i < K * V; ++i) state[i] = value("initial_state", (document * HV + head) * K * V + i);
+      for (int64_t t = c.offsets[document]; t < c.offsets[document + 1]; ++t) {
+        const std::vector<double> q = normalised("q", t, head / (HV / H)), k = normalised("k", t, head / (HV / H));
+        const double beta =
+            op.delta_rule == DeltaRule::kOn ? op.beta_scale / (1 + std::exp(-value("beta_logit", t * HV + head))) : 1.0;
+        for (int64_t i = 0; i < K; ++i) {
+          const double decay = std::exp(log_decay(t, head, i));
+          for (int64_t j = 0; j < V; ++j) state[i * V + j] *= decay;
+        }
+        for (int64_t j = 0; j < V; ++j) {
+          double error = value("v", (t * HV + head) * V + j);
+          if (op.delta_rule == DeltaRule::kOn)
+            for (int64_t i = 0; i < K; ++i) error -= state[i * V + j] * k[i];
+          double read = 0;
+          for (int64_t i = 0; i < K; ++i) {
+            state[i * V + j] += beta * k[i] * error;
+            read += state[i * V + j] * q[i];
+          }
+          out["output"][(t * HV + head) * V + j] = op.scale * read;
+        }
+      }
+      out["final_state"].insert(out["final_state"].end(), state.begin(), state.end());
+    }
+  }
+  return out;
+}
+
+DeltaRuleCase random_delta_rule_case(const DeltaRuleOptions& options, int64_t H, int64_t HV, int64_t K, int64_t V,
+                                     std::vector<int64_t> offsets, uint64_t seed) {
+  DeltaRuleCase c{.options = options, .H = H, .HV = HV, .K = K, .V = V, .offsets = std::move(offsets), .in = {}};
+  std::vector<std::string> names = {"q", "k", "v", "initial_state", "grad_output", "grad_final_state"};
+  if (options.delta_rule == DeltaRule::kOn) names.emplace_back("beta_logit");
+  if (options.decay != Decay::kNone) names.insert(names.end(), {"gate_logit", "A_log", "dt_bias"});
+  for (const std::string& name : names) {
+    std::vector<double>& values = c.in[name];
+    values.resize(static_cast<size_t>(c.shape_of(name).numel()));
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = random_normal(seed, hash_of(name), i);
+      if (name == "A_log") values[i] = std::tanh(values[i]) * std::log(2.0);
+    }
+  }
+  return c;
+}
+
+double logit_of_gate(double g) {
+  return g < -30 ? -g : std::log(std::expm1(-g));
+}
+
+::testing::AssertionResult all_close(const NamedArrays& got, const NamedArrays& reference, double tolerance,
+                                     double parameter_tolerance) {
+  for (const auto& [name, expected] : reference) {
+    const auto found = got.find(name);
+    if (found == got.end()) return ::testing::AssertionFailure() << "no " << name;
+    const bool parameter = name == "grad.A_log" || name == "grad.dt_bias";
+    auto result = is_close(found->second, expected, parameter ? parameter_tolerance : tolerance);
+    if (!result) return ::testing::AssertionFailure() << name << ": " << result.message();
+  }
+  return ::testing::AssertionSuccess();
+}
+
+std::vector<double> token_range(const std::vector<double>& array, int64_t num_tokens, int64_t begin, int64_t end) {
+  const int64_t row = static_cast<int64_t>(array.size()) / num_tokens;
+  return {array.begin() + begin * row, array.begin() + end * row};
 }
 
 }  // namespace palimpsest::support

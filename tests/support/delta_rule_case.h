@@ -3,6 +3,8 @@
 // first; nothing outside an output may change; the workspace is exactly what planning counted.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <map>
 #include <string>
 #include <vector>
@@ -31,5 +33,30 @@ enum class RowSpacing : uint8_t { kNone, kGaps };
 
 // `output`, `final_state`, and the gradient of every input X as `grad.X`.
 NamedArrays run_delta_rule(const DeltaRuleCase& c, DType dtype, RowSpacing spacing = RowSpacing::kNone);
+
+// The loss of the case, by the op's forward in f64.
+double delta_rule_loss(const DeltaRuleCase& c);
+
+// `output` and `final_state` by a plain loop over tokens in f64 that shares nothing with the op.
+NamedArrays plain_delta_rule(const DeltaRuleCase& c);
+
+// A case with every tensor that its options call for, states and their gradients included, with normal values that
+// are a pure function of the seed. A_log is such that exp(A_log) lies in (0.5, 2).
+DeltaRuleCase random_delta_rule_case(const DeltaRuleOptions& options, int64_t H, int64_t HV, int64_t K, int64_t V,
+                                     std::vector<int64_t> offsets, uint64_t seed);
+
+// The raw logit whose softplus gate is g < 0 when A_log and dt_bias are 0.
+double logit_of_gate(double g);
+
+// Every array of the reference is in `got`, within its tolerance: norm of the difference over norm of the reference.
+// Gradients of A_log and dt_bias, sums over all tokens, have `parameter_tolerance`.
+::testing::AssertionResult all_close(const NamedArrays& got, const NamedArrays& reference, double tolerance,
+                                     double parameter_tolerance);
+inline ::testing::AssertionResult all_close(const NamedArrays& got, const NamedArrays& reference, double tolerance) {
+  return all_close(got, reference, tolerance, tolerance);
+}
+
+// A [N, ...] array's tokens begin .. end-1, for an array of num_tokens tokens.
+std::vector<double> token_range(const std::vector<double>& array, int64_t num_tokens, int64_t begin, int64_t end);
 
 }  // namespace palimpsest::support
