@@ -46,6 +46,16 @@ void write_file(const std::string& path, const std::string& content) {
   CHECK(file.good(), path);
 }
 
+void flip_bit(const std::string& path, size_t byte, int bit) {
+  std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
+  file.seekg(static_cast<std::streamoff>(byte));
+  const int value = file.get();
+  file.seekp(static_cast<std::streamoff>(byte));
+  file.put(static_cast<char>(value ^ (1 << bit)));
+  file.close();
+  CHECK(file.good(), path);
+}
+
 std::string user_error_of(const std::function<void()>& body) {
   try {
     body();

@@ -46,6 +46,7 @@ class SmallFileSystem {
 
 std::string read_file(const std::string& path);
 void write_file(const std::string& path, const std::string& content);
+void flip_bit(const std::string& path, size_t byte, int bit);  // twice: as before
 
 // The message of the UserError that body() throws; fails the test when it throws none, another type, or more than one
 // line.
