@@ -216,12 +216,18 @@ std::string to_yaml(const Config& config) {
 
 std::string explain_config() {
   std::string text;
+  bool in_section = false;
   for (const ConfigField& field : list_fields(Config())) {
     if (field.is_section) {
       text += fmt::format("\n{}: {}\n", field.key, field.help);
-    } else {
-      text += fmt::format("  {} ({}; default {}): {}\n", field.key, field.type, field.value, field.help);
+      in_section = true;
+      continue;
     }
+    const bool is_nested = field.key.find('.') != std::string::npos;
+    if (in_section && !is_nested) text += "\n";
+    in_section = is_nested;
+    text += fmt::format("{}{} ({}; default {}): {}\n", is_nested ? "  " : "", field.key, field.type, field.value,
+                        field.help);
   }
   return text;
 }

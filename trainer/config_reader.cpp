@@ -225,8 +225,10 @@ class Reader {
   void assign(const YamlNode& node, const std::string& key, std::vector<std::string>& field) const {
     if (node.kind != YamlNode::Kind::kList) refuse(node, key, "a list, such as [a, b]");
     field.clear();
-    for (const YamlNode& item : node.children)
-      assign(item, fmt::format("{}[{}]", key, field.size()), field.emplace_back());
+    for (const YamlNode& item : node.children) {
+      const std::string item_key = fmt::format("{}[{}]", key, field.size());
+      assign(item, item_key, field.emplace_back());
+    }
   }
   void assign(const YamlNode& node, const std::string& key, std::vector<DataSource>& field) {
     field.clear();
@@ -271,13 +273,15 @@ YamlNode parse_override(const std::string& text, const YamlSource& source) {
   const size_t equals = text.find('=');
   if (equals == std::string::npos) throw_user_error(source.name, ": must have the form key=value");
   YamlNode node = parse_yaml(std::string_view(text).substr(equals + 1), source);
+  if (node.kind == YamlNode::Kind::kNull && text.find_first_not_of(' ', equals + 1) == text.npos) {
+    throw_user_error(source.name, ": has no value; null stands for none");
+  }
   std::string_view key = std::string_view(text).substr(0, equals);
-  int depth = 0;
-  while (true) {
+  const bool names_a_field = !key.empty() && !key.starts_with('.') && !key.ends_with('.') &&
+                             key.find("..") == key.npos && std::count(key.begin(), key.end(), '.') < kMaxYamlDepth;
+  if (!names_a_field) throw_user_error(source.name, ": the key must name a field, such as train.steps");
+  while (!key.empty()) {
     const KeyParts parts = split(key);
-    if (parts.name.empty() || ++depth > kMaxYamlDepth) {
-      throw_user_error(source.name, ": the key must name a field, such as train.steps");
-    }
     YamlNode name;
     name.kind = YamlNode::Kind::kScalar;
     name.text = parts.name;
@@ -285,7 +289,6 @@ YamlNode parse_override(const std::string& text, const YamlSource& source) {
     map.kind = YamlNode::Kind::kMap;
     map.children = {std::move(name), std::move(node)};
     node = std::move(map);
-    if (parts.section.data() == nullptr || parts.section.empty()) break;
     key = parts.section;
   }
   return node;

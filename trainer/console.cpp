@@ -74,6 +74,10 @@ std::string grouped(int64_t value) {
   return text;
 }
 
+std::string rounded(double value) {
+  return std::abs(value) < 1e18 ? grouped(std::llround(value)) : fmt::format("{:.0f}", value);
+}
+
 double megabytes(double bytes) {
   return bytes / 1e6;
 }
@@ -165,7 +169,7 @@ std::string ProgressBar::rate(double seconds) const {
   const double per_second = static_cast<double>(done_) / std::max(seconds, 1e-9);
   if (unit_ == Unit::kBytes) return fmt::format("{:.1f} MB/s", megabytes(per_second));
   if (per_second < 100) return fmt::format("{:.1f} {}/s", per_second, item_);
-  return fmt::format("{} {}/s", grouped(std::llround(per_second)), item_);
+  return fmt::format("{} {}/s", rounded(per_second), item_);
 }
 
 void ProgressBar::update(int64_t done) {
@@ -220,9 +224,8 @@ void TrainingProgress::update(const StepMetrics& metrics) {
   const bool redraw = console_.is_terminal() && now - last_status_ >= kSecondsBetweenRedraws;
   if (!line && !redraw) return;
   const auto width = static_cast<int>(fmt::formatted_size("{}", total_steps_));
-  std::string text =
-      fmt::format("step {:{}}/{}  loss {:.4f}  lr {:.3e}  {} tokens/s", metrics.step, width, total_steps_, metrics.loss,
-                  metrics.lr, grouped(std::llround(metrics.tokens_per_second)));
+  std::string text = fmt::format("step {:{}}/{}  loss {:.4f}  lr {:.3e}  {} tokens/s", metrics.step, width,
+                                 total_steps_, metrics.loss, metrics.lr, rounded(metrics.tokens_per_second));
   if (metrics.mfu) text += fmt::format("  mfu {:.1f}%", 100 * *metrics.mfu);
   if (metrics.skipped_steps > 0) text += fmt::format("  {} skipped", metrics.skipped_steps);
   const double left = (now - begin_) * static_cast<double>(total_steps_ - metrics.step) /

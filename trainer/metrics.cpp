@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cmath>
@@ -45,7 +46,9 @@ std::string number(const std::optional<double>& value) {
 
 // The step of a whole line that to_json wrote; 0 for anything else.
 int64_t step_of(std::string_view line) {
-  if (!line.starts_with(kLineBegin) || !line.ends_with('}')) return 0;
+  const bool is_whole = line.starts_with(kLineBegin) && line.ends_with('}') &&
+                        std::count(line.begin(), line.end(), '{') == std::count(line.begin(), line.end(), '}');
+  if (!is_whole) return 0;
   line.remove_prefix(kLineBegin.size());
   int64_t step = 0;
   const auto [end, error] = std::from_chars(line.data(), line.data() + line.size(), step);

@@ -1,0 +1,87 @@
+#include "trainer/signals.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <thread>
+
+#include "kernels/check.h"
+#include "tests/support/files.h"
+
+namespace palimpsest {
+namespace {
+
+TEST(StopSignals, EachOfThreeIsNoted) {
+  for (const int signal : {SIGTERM, SIGINT, SIGUSR1}) {
+    const StopSignals signals;
+    EXPECT_EQ(signals.received(), 0);
+    raise(signal);
+    EXPECT_EQ(signals.received(), signal);
+  }
+}
+
+TEST(StopSignals, TheFirstIsToldAndRepeatsDoNoHarm) {
+  const StopSignals signals;
+  raise(SIGUSR1);
+  raise(SIGTERM);
+  raise(SIGTERM);
+  raise(SIGINT);
+  EXPECT_EQ(signals.received(), SIGUSR1);
+}
+
+TEST(StopSignals, ASecondInterruptEndsAtOnce) {
+  const int status = support::run_in_child([] {
+    const StopSignals signals;
+    raise(SIGINT);
+    if (signals.received() != SIGINT) _exit(1);
+    raise(SIGINT);
+    _exit(2);  // not reached
+  });
+  ASSERT_TRUE(WIFSIGNALED(status)) << "status " << status;
+  EXPECT_EQ(WTERMSIG(status), SIGINT);
+}
+
+TEST(StopSignals, OldHandlersComeBack) {
+  const int status = support::run_in_child([] {
+    {
+      const StopSignals signals;
+      raise(SIGUSR1);
+    }
+    raise(SIGUSR1);
+    _exit(0);  // not reached
+  });
+  ASSERT_TRUE(WIFSIGNALED(status)) << "status " << status;
+  EXPECT_EQ(WTERMSIG(status), SIGUSR1);
+}
+
+TEST(StopSignals, InterruptedReadsGoOn) {
+  const StopSignals signals;
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  std::atomic<ssize_t> result = -2;
+  std::thread reader([&] {
+    char byte = 0;
+    result = read(ends[0], &byte, 1);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  pthread_kill(reader.native_handle(), SIGTERM);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_EQ(result, -2);
+  ASSERT_EQ(write(ends[1], "x", 1), 1);
+  reader.join();
+  EXPECT_EQ(result, 1);
+  EXPECT_EQ(signals.received(), SIGTERM);
+  close(ends[0]);
+  close(ends[1]);
+}
+
+TEST(StopSignals, OnlyOneAtATime) {
+  const StopSignals signals;
+  EXPECT_THROW(StopSignals(), Error);
+}
+
+}  // namespace
+}  // namespace palimpsest
