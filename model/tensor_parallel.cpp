@@ -32,4 +32,23 @@ void PartialSum::scatter() {
   if (context_.mesh.tensor().size() > 1) context_.mesh.tensor().reduce_scatter(context_.stream, local_, padded_);
 }
 
+void sum_over_copies(Context& context, const Parameter& parameter, Tensor grad) {
+  Communicator& tensor = context.mesh.tensor();
+  const int64_t copies = parameter.block.copies;
+  if (copies == 1) return;
+  if (copies == tensor.size()) {
+    tensor.all_reduce(context.stream, grad, ReduceOp::kSum);
+    return;
+  }
+  // Neighbours hold the same block. These are small (a few key heads), so everything is gathered and the own group
+  // added.
+  Arena::Scope scope(context.stream.scratch());
+  const Tensor all = context.stream.scratch().allocate(grad.dtype(), {tensor.size(), grad.numel()});
+  tensor.all_gather(context.stream, all, grad);
+  const int64_t first = tensor.rank() / copies * copies;
+  const Tensor sum = grad.view({1, grad.numel()});
+  copy(context.stream, sum, all.rows(first, 1));
+  for (int64_t rank = first + 1; rank < first + copies; ++rank) add(context.stream, sum, sum, all.rows(rank, 1));
+}
+
 }  // namespace palimpsest

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "model/layer.h"
+#include "model/parameters.h"
 
 namespace palimpsest {
 
@@ -28,5 +29,9 @@ class PartialSum {
   Tensor padded_;  // [T * n, D]
   Tensor all_;     // [N, D]
 };
+
+// Completes one parameter's gradient, or any part of its rows `grad`: sums it over the tensor ranks that hold the same
+// block, where each has the share of its own tokens or heads.
+void sum_over_copies(Context& context, const Parameter& parameter, Tensor grad);
 
 }  // namespace palimpsest
