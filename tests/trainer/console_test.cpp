@@ -88,8 +88,10 @@ TEST_F(ConsoleTest, TheStatusStaysBelowLogLinesOnATerminal) {
 TEST_F(ConsoleTest, LinesOfSeveralThreadsStayWhole) {
   {
     Console console = make(kPlain);
+    constexpr int kThreads = 4;
     std::vector<std::thread> threads;
-    for (int i = 0; i < 4; ++i) {
+    threads.reserve(kThreads);
+    for (int i = 0; i < kThreads; ++i) {
       threads.emplace_back([&console] {
         for (int line = 0; line < 200; ++line) console.info("0123456789012345678901234567890123456789");
       });
