@@ -13,6 +13,8 @@
 namespace palimpsest {
 namespace {
 
+using namespace std::string_literals;
+
 using support::TempDirectory;
 using support::user_error_of;
 using support::write_file;
@@ -50,8 +52,8 @@ std::vector<std::string> difficult_texts() {
       " ",
       "   two  spaces   at every  place  ",
       "\n\n\ttabs\tand\r\nline ends\v\f\n",
-      std::string("nul \0 in the middle\0", 20),
-      std::string("\0\0\0", 3),
+      "nul \0 in the middle\0"s,
+      "\0\0\0"s,
       "\xE2\x96\x81",  // U+2581, the mark that stands for a space
       "a\xE2\x96\x81 \xE2\x96\x81\xE2\x96\x81 b\xE2\x96",
       "\xEF\xBF\xBD is what bad bytes often become",
@@ -100,7 +102,7 @@ TEST(ByteTokenizer, HasTheDocumentedIds) {
   EXPECT_EQ(tokenizer->bos(), 256);
   EXPECT_EQ(tokenizer->eos(), 257);
   EXPECT_EQ(tokenizer->name(), "bytes");
-  EXPECT_EQ(tokenizer->encode(std::string("a\0\xFF", 3)), (std::vector<int32_t>{97, 0, 255}));
+  EXPECT_EQ(tokenizer->encode("a\0\xFF"s), (std::vector<int32_t>{97, 0, 255}));
   EXPECT_EQ(tokenizer->decode(std::vector<int32_t>{256, 97, 257}), "a");
   EXPECT_NE(user_error_of([&] { tokenizer->bytes_of(258); }).find("token id 258"), std::string::npos);
   EXPECT_NE(user_error_of([&] { tokenizer->bytes_of(-1); }).find("token id -1"), std::string::npos);
