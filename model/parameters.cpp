@@ -42,6 +42,14 @@ int64_t global_index(const Shape& global, const TensorBlock& block, int64_t i) {
   return index;
 }
 
+RowShard row_shard(int64_t rows, const ReplicaShare& replica) {
+  RowShard shard;
+  shard.each = (rows + replica.size - 1) / replica.size;
+  shard.begin = std::min(rows, replica.rank * shard.each);
+  shard.count = std::min(shard.each, rows - shard.begin);
+  return shard;
+}
+
 template <class T>
 void fill_initial(const Parameter& parameter, uint64_t seed, double initializer_range) {
   T* values = parameter.value.data<T>();
@@ -114,8 +122,10 @@ ParameterStack& ParameterRegistry::declare_stack(std::vector<ParameterSpec> spec
                                 spec.shape[spec.shape.num_dims() - 1] == specs[0].shape[specs[0].shape.num_dims() - 1]),
           "parameter ", spec.name, " ", spec.shape.str(), " does not fit the width of its stack");
     stack.parameters.push_back(&parameters_.emplace_back());
-    stack.parameters.back()->block = tensor_block(spec, share_);
-    stack.parameters.back()->spec = std::move(spec);
+    Parameter& parameter = *stack.parameters.back();
+    parameter.block = tensor_block(spec, share_);
+    parameter.shard = row_shard(parameter.block.shape[0], replica_);
+    parameter.spec = std::move(spec);
   }
   return stack;
 }
@@ -134,14 +144,14 @@ void ParameterRegistry::bind(DType dtype, ParameterUse use, Arena& parameters, A
     const bool with_moments = use == ParameterUse::kTraining;
     stack.value = parameters.allocate(dtype, shape);
     stack.grad = with_grad ? gradients.allocate(dtype, shape) : Tensor();
-    const Tensor m = with_moments ? optimizer.allocate(dtype, shape) : Tensor();
-    const Tensor v = with_moments ? optimizer.allocate(dtype, shape) : Tensor();
     int64_t row = 0;
     for (Parameter* parameter : stack.parameters) {
       parameter->value = cut(stack.value, *parameter, row);
       parameter->grad = with_grad ? cut(stack.grad, *parameter, row) : Tensor();
-      parameter->adam_m = with_moments ? cut(m, *parameter, row) : Tensor();
-      parameter->adam_v = with_moments ? cut(v, *parameter, row) : Tensor();
+      Shape shard = {parameter->shard.count};
+      for (int i = 1; i < parameter->block.shape.num_dims(); ++i) shard.push_back(parameter->block.shape[i]);
+      parameter->adam_m = with_moments ? optimizer.allocate(dtype, shard) : Tensor();
+      parameter->adam_v = with_moments ? optimizer.allocate(dtype, shard) : Tensor();
       row += parameter->block.shape[0];
     }
   }

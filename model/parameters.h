@@ -71,12 +71,27 @@ struct TensorBlock {
 };
 TensorBlock tensor_block(const ParameterSpec& spec, const TensorShare& share);
 
+// This rank's place in its replica group, over which the optimizer's work is shared.
+struct ReplicaShare {
+  int64_t rank = 0, size = 1;
+};
+
+// The rows of a block whose optimizer state one replica rank holds: rows [rank * each, ...), each = ceil(rows / size).
+// The last ranks may hold fewer, or none.
+struct RowShard {
+  int64_t begin = 0, count = 0, each = 0;
+};
+
 struct Parameter {
   ParameterSpec spec;
-  TensorBlock block;      // what this rank holds of it
+  TensorBlock block;      // what this tensor rank holds of it
+  RowShard shard;         // what this replica rank updates of that
   Tensor value;           // block.shape; f32, or f64 in f64 runs
   Tensor grad;            // same; absent when bound without gradients
-  Tensor adam_m, adam_v;  // same; absent when bound without optimizer state
+  Tensor adam_m, adam_v;  // the shard's rows of it; absent when bound without optimizer state
+
+  // The shard's rows of a tensor of block.shape.
+  Tensor shard_of(const Tensor& tensor) const { return tensor.rows(shard.begin, shard.count); }
 };
 
 // Parameters that lie one below the other: value and grad are [sum of rows, in].
@@ -90,7 +105,7 @@ enum class ParameterUse : uint8_t { kInference, kGradients, kTraining };
 
 class ParameterRegistry {
  public:
-  explicit ParameterRegistry(TensorShare share = {}) : share_(share) {}
+  explicit ParameterRegistry(TensorShare share = {}, ReplicaShare replica = {}) : share_(share), replica_(replica) {}
   ParameterRegistry(const ParameterRegistry&) = delete;
   ParameterRegistry& operator=(const ParameterRegistry&) = delete;
 
@@ -117,6 +132,7 @@ class ParameterRegistry {
 
  private:
   TensorShare share_;
+  ReplicaShare replica_;
   std::deque<Parameter> parameters_;
   std::deque<ParameterStack> stacks_;  // every parameter belongs to exactly one, often alone
 };

@@ -9,6 +9,7 @@
 
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
+#include "trainer/replica.h"
 
 namespace palimpsest {
 
@@ -67,6 +68,10 @@ void TrainStep::accumulate(const ModelInput& micro_batch) {
 }
 
 StepResult TrainStep::finish(double lr) {
+  const Mesh& mesh = context_.mesh;
+  mesh.replica().all_reduce(context_.stream, loss_sum_, ReduceOp::kSum);
+  mesh.replica().all_reduce(context_.stream, z_sum_, ReduceOp::kSum);
+  reduce_gradients(context_, registry_);
   accumulate_norm();
   const bool planning = context_.stream.is_planning();
   StepResult result;
@@ -80,6 +85,7 @@ StepResult TrainStep::finish(double lr) {
   }
   prepare_step(context_.stream, control_, options_.grad_clip.value_or(0.0));
   update_parameters(lr);
+  gather_values(context_, registry_);
   if (!planning) result.applied = control_.data<double>()[kFinite] != 0.0;
   return result;
 }
@@ -93,15 +99,22 @@ StepResult TrainStep::run(std::span<const ModelInput> micro_batches, int64_t num
 void TrainStep::accumulate_norm() {
   fill_zero(context_.stream, control_.rows(kNormSquared, 1));
   for (const Parameter& parameter : registry_.parameters())
-    accumulate_norm_squared(context_.stream, control_, parameter.grad);
+    if (counts_in_sums(context_, parameter))
+      accumulate_norm_squared(context_.stream, control_, parameter.shard_of(parameter.grad));
+  context_.mesh.world().all_reduce(context_.stream, control_.rows(kNormSquared, 1), ReduceOp::kSum);
 }
 
 void TrainStep::update_parameters(double lr) {
   for (const Parameter& parameter : registry_.parameters()) {
+    if (options_.update == UpdateRule::kSgd) {
+      sgd_step(context_.stream, parameter.shard_of(parameter.value), parameter.shard_of(parameter.grad), control_, lr);
+      continue;
+    }
     AdamwOptions adamw = options_.adamw;
     adamw.lr = lr;
     if (parameter.spec.decay == WeightDecay::kNo) adamw.weight_decay = 0.0;
-    adamw_step(context_.stream, parameter.value, parameter.adam_m, parameter.adam_v, parameter.grad, control_, adamw);
+    adamw_step(context_.stream, parameter.shard_of(parameter.value), parameter.adam_m, parameter.adam_v,
+               parameter.shard_of(parameter.grad), control_, adamw);
   }
 }
 

@@ -1,4 +1,5 @@
-// One optimizer step: the gradient of any number of micro-batches, the global norm, AdamW. Knows neither files nor
+// One optimizer step: the gradient of any number of micro-batches, on every rank of the mesh those of its own rows, the
+// sum over the ranks, the global norm, AdamW on this rank's shard of the parameters. Knows neither files nor
 // consoles, so that tests, bench and the training loop drive the same code.
 #pragma once
 
@@ -14,11 +15,16 @@
 
 namespace palimpsest {
 
+// Plain SGD (p <- p - lr * gradient, no decay, no moments) is for tests of parity, where AdamW would hide a wrong
+// scale.
+enum class UpdateRule : uint8_t { kAdamw, kSgd };
+
 struct TrainStepOptions {
   double z_loss = 0.0;
   ActivationCheckpointing checkpointing = ActivationCheckpointing::kNone;
   std::optional<double> grad_clip;  // largest global norm
-  AdamwOptions adamw;               // lr is given to each step; weight_decay holds for WeightDecay::kYes alone
+  UpdateRule update = UpdateRule::kAdamw;
+  AdamwOptions adamw;  // lr is given to each step; weight_decay holds for WeightDecay::kYes alone
 };
 
 struct StepResult {
@@ -34,9 +40,10 @@ class TrainStep {
   TrainStep(const LanguageModel& model, ParameterRegistry& registry, Context context, Arena& numbers,
             const TrainStepOptions& options);
 
-  // A step is begin, accumulate for each micro-batch, finish. num_targets counts the scored targets of the whole step:
-  // loss and gradient are divided by it once, so how the rows are cut into micro-batches makes no difference. A
-  // micro-batch without targets adds nothing.
+  // Every rank of the mesh makes the same calls, with micro-batches of its own; num_targets and what finish() returns
+  // are those of all ranks. A step is begin, accumulate for each micro-batch, finish. num_targets counts the scored
+  // targets of the whole step: loss and gradient are divided by it once, so how the rows are cut into micro-batches
+  // makes no difference. A micro-batch without targets adds nothing.
   void begin(int64_t num_targets);
   void accumulate(const ModelInput& micro_batch);
   StepResult finish(double lr);
