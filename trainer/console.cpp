@@ -99,6 +99,10 @@ struct Console::State {
         is_terminal(on_terminal),
         clock(std::move(given_clock)) {}
 
+  void log(spdlog::level::level_enum level, std::string_view text) {
+    logger.log(level, spdlog::string_view_t(text.data(), text.size()));  // as it is, not as a format
+  }
+
   std::shared_ptr<StreamSink> sink;  // spdlog takes sinks in no other way
   spdlog::logger logger;
   bool is_terminal;

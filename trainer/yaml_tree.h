@@ -1,6 +1,7 @@
 // YAML text as a small tree with positions. Only yaml_tree.cpp knows the YAML library; its text may be hostile.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>

@@ -4,7 +4,9 @@
 #include <sys/wait.h>
 
 #include <cmath>
+#include <csignal>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "tests/support/files.h"
 
