@@ -1,6 +1,7 @@
 #include "kernels/arena.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <utility>
 
@@ -9,7 +10,7 @@ namespace palimpsest {
 namespace {
 
 // Planning addresses start here: never null, never mapped.
-std::byte* const kPlanningBase = reinterpret_cast<std::byte*>(uintptr_t{1} << 60);
+std::byte* const kPlanningBase = std::bit_cast<std::byte*>(uintptr_t{1} << 60);
 
 int64_t round_up(int64_t bytes) {
   return (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;

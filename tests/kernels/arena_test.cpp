@@ -83,7 +83,9 @@ TEST(Arena, MovedArenaOwnsTheMemory) {
 }
 
 TEST(Arena, MemoryThatDoesNotExistIsAUserError) {
+#ifndef __SANITIZE_ADDRESS__  // whose allocator ends the program instead of returning nullptr
   EXPECT_THROW(Arena("activations", Device::kCpu, int64_t{1} << 60), UserError);
+#endif
   EXPECT_THROW(Arena("activations", Device::kCuda, 1024), Error);
 }
 
