@@ -82,6 +82,29 @@ TEST(Linear, StackedProjectionsAreColumnRanges) {
   EXPECT_TRUE(is_close(parts, whole, 1e-15));
 }
 
+// A sum kept in bf16 would stay at 256.
+TEST(Linear, WeightGradientsOfManyMicroBatchesAddUp) {
+  CpuStream stream;
+  const OwnedTensor one(DType::kF32, {1, 1}), dy(DType::kF32, {1, 1}), dw(DType::kF32, {1, 1});
+  fill(one, 1);
+  fill(dw, 0);
+  for (const double gradient : {256.0, 1.0}) {
+    fill(dy, gradient);
+    linear_backward_weight(stream, dw, dy, one);
+  }
+  EXPECT_EQ(values_of(dw)[0], 257);
+
+  const OwnedTensor dys = random_tensor(DType::kF32, {N, O}, 1), x = random_tensor(DType::kF32, {N, I}, 2);
+  const OwnedTensor once(DType::kF32, {O, I}), sum(DType::kF32, {O, I});
+  fill(once, 0);
+  fill(sum, 0);
+  linear_backward_weight(stream, once, dys, x);
+  for (int micro_batch = 0; micro_batch < 64; ++micro_batch) linear_backward_weight(stream, sum, dys, x);
+  std::vector<double> expected = values_of(once);
+  for (double& value : expected) value *= 64;
+  EXPECT_TRUE(is_close(sum, expected, 1e-6));
+}
+
 TEST(Linear, WrongOperandsAreErrors) {
   CpuStream stream;
   const OwnedTensor x(DType::kF32, {N, I}), w(DType::kF32, {O, I}), y(DType::kF32, {N, O}), wide(DType::kF64, {N, O});
