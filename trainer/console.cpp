@@ -122,13 +122,13 @@ Console::~Console() {
 }
 
 void Console::info(std::string_view text) {
-  state_->logger.log(spdlog::level::info, text);
+  state_->log(spdlog::level::info, text);
 }
 void Console::warning(std::string_view text) {
-  state_->logger.log(spdlog::level::warn, text);
+  state_->log(spdlog::level::warn, text);
 }
 void Console::error(std::string_view text) {
-  state_->logger.log(spdlog::level::err, text);
+  state_->log(spdlog::level::err, text);
 }
 bool Console::is_terminal() const {
   return state_->is_terminal;
