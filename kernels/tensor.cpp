@@ -1,6 +1,8 @@
 #include "kernels/tensor.h"
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 
 namespace palimpsest {
 
@@ -170,6 +172,25 @@ void check_tensor(const char* name, const Tensor& tensor, DType dtype, const Sha
 
 void check_contiguous(const char* name, const Tensor& tensor) {
   CHECK(tensor.contiguous(), name, " must be contiguous, its rows are ", tensor.row_stride(), " elements apart");
+}
+
+namespace {
+
+template <class T>
+bool all_finite_as(const Tensor& tensor) {
+  const T* values = tensor.data<T>();
+  for (int64_t row = 0; row < tensor.numel(); row += tensor.row_size()) {
+    if (!std::all_of(values, values + tensor.row_size(), [](T value) { return std::isfinite(value); })) return false;
+    values += tensor.row_stride();
+  }
+  return true;
+}
+
+}  // namespace
+
+bool all_finite(const Tensor& tensor) {
+  CHECK(tensor.device() == Device::kCpu, "the tensor is ", tensor.str(), ", expected one in host memory");
+  return tensor.dtype() == DType::kF64 ? all_finite_as<double>(tensor) : all_finite_as<float>(tensor);
 }
 
 }  // namespace palimpsest

@@ -189,6 +189,23 @@ void LanguageModel::forward_logits(Context& context, const ModelInput& input, Te
   project_logits(context, forward_hidden(context, input), logits);
 }
 
+std::string LanguageModel::first_non_finite_output(Context& context, const ModelInput& input) const {
+  Arena& keep = context.activations;
+  Arena::Scope scope(keep);
+  const Tensor x = keep.allocate(context.dtype, {input.tokens.dim(0), config_.hidden_size});
+  const Tensor y = keep.allocate(context.dtype, x.shape());
+  embedding_forward(context.stream, x, input.tokens, embedding_->value);
+  if (!all_finite(x)) return "output of the embedding";
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    Arena::Scope block_scope(keep);
+    blocks_[i].mixer_half(config_).forward(context, input.sequence, x, y, Keep::kRecompute);
+    if (!all_finite(y)) return fmt::format("output of the {} mixer of model.layers.{}", blocks_[i].kind, i);
+    blocks_[i].mlp_half(config_).forward(context, input.sequence, y, x, Keep::kRecompute);
+    if (!all_finite(x)) return fmt::format("output of the feed-forward of model.layers.{}", i);
+  }
+  return {};
+}
+
 LanguageModel::DecodeStates LanguageModel::make_decode_states(Context& context, int64_t max_tokens) const {
   DecodeStates states;
   for (const Block& block : blocks_) states.blocks.push_back(block.mixer->make_decode_state(context, max_tokens));

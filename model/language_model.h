@@ -49,6 +49,10 @@ class LanguageModel {
   // logits [N, vocab], overwritten. For tests and small inputs.
   void forward_logits(Context& context, const ModelInput& input, Tensor logits) const;
 
+  // For finding faults: runs forward and names the first output that holds a number that is not finite, for example
+  // "output of the kda mixer of model.layers.3"; empty when there is none.
+  std::string first_non_finite_output(Context& context, const ModelInput& input) const;
+
   // Decoding of one sequence: the state of every block.
   struct DecodeStates {
     std::vector<std::unique_ptr<DecodeState>> blocks;

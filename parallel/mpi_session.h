@@ -32,6 +32,9 @@ class MpiSession {
   int64_t world_size_ = 1;
 };
 
+// Whether mpirun or another launcher of MPI ranks started this process, as its environment says.
+bool started_by_launcher();
+
 std::string mpi_library_version();
 
 }  // namespace palimpsest

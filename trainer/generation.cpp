@@ -17,6 +17,8 @@ std::vector<double> logits_over_temperature(const Tensor& logits, double tempera
   std::vector<double> values(static_cast<size_t>(logits.numel()));
   for (size_t i = 0; i < values.size(); ++i)
     values[i] = logits.dtype() == DType::kF64 ? logits.data<double>()[i] : static_cast<double>(logits.data<float>()[i]);
+  for (const double value : values)
+    if (!std::isfinite(value)) throw_user_error("the model's logits are not finite: its weights are of no use");
   if (temperature > 0)
     for (double& value : values) value /= temperature;
   return values;
@@ -120,12 +122,14 @@ std::vector<int32_t> generate(const LanguageModel& model, Context context, const
                               const std::function<void(int32_t)>& on_token) {
   validate(request.sampling);
   CHECK(!request.prompt.empty(), "generation begins with at least one token");
+  CHECK(request.num_ids >= 1 && request.num_ids <= model.config().vocab_size, request.num_ids, " ids of ",
+        model.config().vocab_size);
   Arena::Scope scope(context.activations);
   Decoder decoder(model, context, longest_text(request));
   Tensor logits = decoder.take_in(request.prompt.data(), static_cast<int64_t>(request.prompt.size()));
   std::vector<int32_t> text;
   for (int64_t i = 0; i < request.max_tokens; ++i) {
-    const int32_t token = sample_token(logits, request.sampling, static_cast<uint64_t>(i));
+    const int32_t token = sample_token(logits.rows(0, request.num_ids), request.sampling, static_cast<uint64_t>(i));
     if (token == request.stop) break;
     text.push_back(token);
     on_token(token);

@@ -30,6 +30,7 @@ struct GenerationRequest {
   std::vector<int32_t> prompt;  // at least one token
   int64_t max_tokens = 0;       // new ones
   std::optional<int32_t> stop;  // ends the text, and is not part of it
+  int64_t num_ids = 0;          // ids that may be drawn: those below it, for a model with more rows than its tokenizer
   SamplingOptions sampling;
 };
 

@@ -279,7 +279,8 @@ std::vector<RowRange> blocked_rows(int64_t num_blocks, int64_t block_rows, int64
 }
 
 // Places of Gated DeltaNet and gated attention parameters of Qwen3-Next; the field stays empty for all others.
-std::optional<HfPlace> qwen_packed_place(const ModelConfig& config, const std::string& prefix, const std::string& leaf) {
+std::optional<HfPlace> qwen_packed_place(const ModelConfig& config, const std::string& prefix,
+                                         const std::string& leaf) {
   const GdnConfig& gdn = config.gdn;
   const int64_t D = config.hidden_size, H = gdn.num_heads, HV = gdn.num_value_heads.value_or(H), r = HV / H;
   const int64_t K = gdn.head_dim, V = gdn.value_head_dim.value_or(K);
@@ -295,9 +296,8 @@ std::optional<HfPlace> qwen_packed_place(const ModelConfig& config, const std::s
         .names = {prefix + "in_proj_ba.weight"}, .shape = {2 * HV, D}, .rows = blocked_rows(H, 2 * r, offset, r)};
   };
   const auto conv = [&](int64_t start, int64_t count) {
-    return HfPlace{.names = {prefix + "conv1d.weight"},
-                   .shape = {2 * H * K + HV * V, 1, gdn.conv_size},
-                   .rows = {{start, count}}};
+    return HfPlace{
+        .names = {prefix + "conv1d.weight"}, .shape = {2 * H * K + HV * V, 1, gdn.conv_size}, .rows = {{start, count}}};
   };
   if (leaf == "q_proj.weight") return qkvz(0, K);
   if (leaf == "k_proj.weight") return qkvz(K, K);

@@ -15,17 +15,6 @@ namespace palimpsest {
 
 namespace {
 
-template <class T>
-bool all_finite(const Tensor& tensor) {
-  const T* values = tensor.data<T>();
-  return std::all_of(values, values + tensor.numel(), [](T value) { return std::isfinite(value); });
-}
-
-bool is_finite(const Tensor& tensor) {
-  if (!tensor.defined()) return true;
-  return tensor.dtype() == DType::kF64 ? all_finite<double>(tensor) : all_finite<float>(tensor);
-}
-
 // "model.layers.3.mlp.up_proj.weight" -> "model.layers.*.mlp.up_proj.weight"
 std::string with_numbers_as_stars(const std::string& name) {
   std::string text;
@@ -131,12 +120,16 @@ int64_t count_targets(const Tensor& targets) {
   return std::count_if(values, values + targets.numel(), [](int32_t target) { return target != kIgnoreTarget; });
 }
 
-std::string first_non_finite(const ParameterRegistry& registry) {
+std::string first_non_finite_weight(const ParameterRegistry& registry) {
   for (const Parameter& parameter : registry.parameters())
-    if (!is_finite(parameter.value)) return "weight " + parameter.spec.name;
+    if (!all_finite(parameter.value)) return "weight " + parameter.spec.name;
+  return {};
+}
+
+std::string first_non_finite_gradient(const ParameterRegistry& registry) {
   const auto& parameters = registry.parameters();
   for (auto parameter = parameters.rbegin(); parameter != parameters.rend(); ++parameter)
-    if (!is_finite(parameter->grad)) return "gradient of " + parameter->spec.name;
+    if (!all_finite(parameter->grad)) return "gradient of " + parameter->spec.name;
   return {};
 }
 

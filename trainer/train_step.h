@@ -69,10 +69,10 @@ class TrainStep {
 // The scored targets of a batch.
 int64_t count_targets(const Tensor& targets);
 
-// For a message after a skipped step: the first tensor that holds a number that is not finite, in the order in which
-// one thing follows from another: weights, then gradients as backward fills them, from the head down. Empty when there
-// is none.
-std::string first_non_finite(const ParameterRegistry& registry);
+// For messages after a skipped step: "weight NAME" of the first parameter that holds a number that is not finite;
+// "gradient of NAME" of the first in the order in which backward fills them, from the head down. Empty: there is none.
+std::string first_non_finite_weight(const ParameterRegistry& registry);
+std::string first_non_finite_gradient(const ParameterRegistry& registry);
 
 // What AdamW does to whom: one line a group with its weight decay, then the names in it, numbers as '*'.
 std::string decay_group_table(const ParameterRegistry& registry, double weight_decay);

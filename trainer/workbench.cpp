@@ -6,7 +6,7 @@ namespace palimpsest {
 
 Workbench::Workbench(const Config& config)
     : device_(device_of(config)), dtype_(dtype_of(config)), model_(config.model, registry_) {
-  if (config.hardware.threads) omp_set_num_threads(static_cast<int>(*config.hardware.threads));
+  set_threads(config);
 }
 
 RegionBytes Workbench::rehearse_training(const BatchLimits& limits, const TrainStepOptions& options) {
@@ -21,6 +21,10 @@ void Workbench::allocate(ParameterUse use, const RegionBytes& bytes) {
   regions_.emplace(device_, bytes);
   stream_.emplace(device_, regions_->scratch);
   registry_.bind(parameter_dtype(dtype_), use, regions_->parameters, regions_->gradients, regions_->optimizer);
+}
+
+void set_threads(const Config& config) {
+  if (config.hardware.threads) omp_set_num_threads(static_cast<int>(*config.hardware.threads));
 }
 
 TrainStepOptions train_step_options(const Config& config) {

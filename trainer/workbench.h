@@ -20,6 +20,7 @@ class Workbench {
 
   const LanguageModel& model() const { return model_; }
   ParameterRegistry& registry() { return registry_; }
+  const ParameterRegistry& registry() const { return registry_; }
   Device device() const { return device_; }
   DType dtype() const { return dtype_; }
 
@@ -40,6 +41,9 @@ class Workbench {
   std::optional<Regions> regions_;
   std::optional<Stream> stream_;
 };
+
+// Applies hardware.threads.
+void set_threads(const Config& config);
 
 // What a config says of a training step.
 TrainStepOptions train_step_options(const Config& config);

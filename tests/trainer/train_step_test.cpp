@@ -164,7 +164,7 @@ TEST_F(NonFinite, GradientSkipsTheStepAndLeavesEverything) {
     const StepResult result = run_.step().finish(kLr);
     EXPECT_FALSE(result.applied);
     EXPECT_FALSE(std::isfinite(result.grad_norm));
-    EXPECT_EQ(first_non_finite(run_.registry()), "gradient of model.layers.1.mlp.up_proj.weight");
+    EXPECT_EQ(first_non_finite_gradient(run_.registry()), "gradient of model.layers.1.mlp.up_proj.weight");
     EXPECT_EQ(state_of(run_), before);
   }
   EXPECT_EQ(run_.step().applied_steps(), 1);
@@ -180,7 +180,7 @@ TEST_F(NonFinite, LossSkipsTheStep) {
   EXPECT_FALSE(result.applied);
   EXPECT_FALSE(std::isfinite(result.loss));
   EXPECT_EQ(run_.step().applied_steps(), 1);
-  EXPECT_EQ(first_non_finite(run_.registry()), "weight model.norm.weight");
+  EXPECT_EQ(first_non_finite_weight(run_.registry()), "weight model.norm.weight");
 }
 
 TEST(DecayGroups, ZeroGradientsShrinkMatricesAndNothingElse) {

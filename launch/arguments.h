@@ -1,0 +1,69 @@
+// The command line as plain structs, one for each subcommand. arguments.cpp alone knows the parsing library.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "trainer/generation.h"
+
+namespace palimpsest {
+
+// CONFIG [key=value ...], which most subcommands begin with.
+struct ConfigArguments {
+  std::string path;
+  std::vector<std::string> overrides;
+};
+
+struct TrainArguments {
+  ConfigArguments config;
+  bool dry_run = false;
+  std::string print_key;  // empty: none
+};
+struct ExplainArguments {};
+struct EvalArguments {
+  ConfigArguments config;
+  std::optional<int64_t> stride;
+  std::string json;  // empty: none
+};
+struct ScoreArguments {
+  ConfigArguments config;
+  std::optional<int64_t> stride;
+  std::string tokens, out;
+};
+struct GenerateArguments {
+  ConfigArguments config;
+  std::string prompt;
+  int64_t max_tokens = 256;
+  SamplingOptions sampling;
+};
+struct InspectArguments {
+  std::string path;
+};
+struct ImportHfArguments {
+  std::string directory, out;
+};
+struct BenchTrainArguments {
+  ConfigArguments config;
+  int64_t steps = 10;
+  std::string json;
+};
+struct BenchKernelsArguments {
+  ConfigArguments config;
+  std::string json;
+};
+// --help and --version: text for standard output, and nothing else to do.
+struct TextArguments {
+  std::string text;
+};
+
+using Arguments =
+    std::variant<TextArguments, TrainArguments, ExplainArguments, EvalArguments, ScoreArguments, GenerateArguments,
+                 InspectArguments, ImportHfArguments, BenchTrainArguments, BenchKernelsArguments>;
+
+// Throws a UserError of one line on arguments that make no sense.
+Arguments parse_arguments(int argc, const char* const* argv);
+
+}  // namespace palimpsest

@@ -1,0 +1,30 @@
+#include "data/file_ops.h"
+#include "launch/commands.h"
+#include "launch/exit_code.h"
+#include "trainer/bench.h"
+
+namespace palimpsest {
+
+namespace {
+
+void write_report(const std::string& path, const std::string& json) {
+  if (!path.empty()) write_file_atomically(path, json + "\n");
+}
+
+}  // namespace
+
+int run_command(const BenchTrainArguments& arguments, Console& console) {
+  const TrainBench bench = bench_train(load_resolved(arguments.config), arguments.steps, console);
+  console.info(to_text(bench));
+  write_report(arguments.json, to_json(bench));
+  return kExitSuccess;
+}
+
+int run_command(const BenchKernelsArguments& arguments, Console& console) {
+  const std::vector<KernelBench> benches = bench_kernels(load_resolved(arguments.config), console);
+  console.info(to_text(benches));
+  write_report(arguments.json, to_json(benches));
+  return kExitSuccess;
+}
+
+}  // namespace palimpsest

@@ -1,0 +1,121 @@
+// Commands that use a trained model: eval, score, generate, inspect, import.
+#include <cstdio>
+#include <functional>
+
+#include "data/file_ops.h"
+#include "data/tokenizer.h"
+#include "launch/commands.h"
+#include "launch/exit_code.h"
+#include "launch/version.h"
+#include "trainer/checkpoint_folder.h"
+#include "trainer/checkpoint_inspect.h"
+#include "trainer/evaluation.h"
+#include "trainer/generation.h"
+#include "trainer/import_hf.h"
+#include "trainer/json_object.h"
+#include "trainer/run_start.h"
+#include "trainer/workbench.h"
+
+namespace palimpsest {
+
+namespace {
+
+EvaluationOptions evaluation_options(const Config& config, std::optional<int64_t> stride) {
+  const int64_t row_length = config.data.sequence_length;
+  if (stride && (*stride < 1 || *stride > row_length))
+    throw_user_error("--stride is ", *stride, ", must be from 1 to data.sequence_length, ", row_length);
+  return {.row_length = row_length, .stride = stride.value_or(row_length), .batch_rows = config.train.micro_batch};
+}
+
+// Memory for evaluation, and the trained weights in it.
+void prepare_evaluation(const Config& config, Workbench& bench, Console& console) {
+  const RegionBytes bytes =
+      bench.rehearse_evaluation({.eval_rows = config.train.micro_batch, .row_length = config.data.sequence_length});
+  bench.allocate(ParameterUse::kInference, bytes);
+  load_trained_weights(config, bench, console);
+}
+
+// One set as a flat object; several as {"NAME": {...}, ...} beside the sums over all.
+std::string report_of(const std::vector<std::pair<std::string, Evaluation>>& evaluations) {
+  if (evaluations.size() == 1) return to_json(evaluations[0].second).text();
+  JsonObject report;
+  for (const auto& [name, evaluation] : evaluations) report.add(name, to_json(evaluation));
+  return report.text();
+}
+
+}  // namespace
+
+int run_command(const EvalArguments& arguments, Console& console) {
+  const Config config = load_resolved(arguments.config);
+  const EvaluationOptions options = evaluation_options(config, arguments.stride);
+  const std::vector<EvalSet> sets = open_eval_sets(config);
+  if (sets.empty()) throw_user_error("data.eval is missing: give a folder of token shards to evaluate on");
+  Workbench bench(config);
+  prepare_evaluation(config, bench, console);
+  std::vector<std::pair<std::string, Evaluation>> evaluations;
+  for (const EvalSet& set : sets) {
+    const Evaluation evaluation = evaluate(bench.model(), bench.context(), *set.dataset, options, console, set.name);
+    console.info(set.name + ": " + to_text(evaluation));
+    evaluations.emplace_back(set.name, evaluation);
+  }
+  if (!arguments.json.empty()) write_file_atomically(arguments.json, report_of(evaluations) + "\n");
+  return kExitSuccess;
+}
+
+int run_command(const ScoreArguments& arguments, Console& console) {
+  const Config config = load_resolved(arguments.config);
+  const EvaluationOptions options = evaluation_options(config, arguments.stride);
+  const Dataset dataset(arguments.tokens);
+  dataset.check_vocabulary(config.model.vocab_size);
+  Workbench bench(config);
+  prepare_evaluation(config, bench, console);
+  const Evaluation evaluation = score_to_file(bench.model(), bench.context(), dataset, options, console, arguments.out);
+  console.info(arguments.out + ": " + to_text(evaluation));
+  return kExitSuccess;
+}
+
+int run_command(const GenerateArguments& arguments, Console& console) {
+  const Config config = load_resolved(arguments.config);
+  validate(arguments.sampling);
+  const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(config.data.tokenizer);
+  if (tokenizer->vocab_size() > config.model.vocab_size)
+    throw_user_error("data.tokenizer ", config.data.tokenizer, " has ", tokenizer->vocab_size(),
+                     " ids, model.vocab_size is ", config.model.vocab_size);
+  GenerationRequest request = {.prompt = {tokenizer->bos()},
+                               .max_tokens = arguments.max_tokens,
+                               .stop = tokenizer->eos(),
+                               .num_ids = tokenizer->vocab_size(),
+                               .sampling = arguments.sampling};
+  tokenizer->encode(arguments.prompt, request.prompt);
+  Workbench bench(config);
+  bench.allocate(ParameterUse::kInference,
+                 rehearse_generation(bench.model(), bench.registry(), bench.device(), bench.dtype(), request));
+  load_trained_weights(config, bench, console);
+  const auto write = [](std::string_view text) {
+    if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0)
+      throw_user_error("standard output cannot be written");
+  };
+  write(arguments.prompt);
+  generate(bench.model(), bench.context(), request, [&](int32_t token) { write(tokenizer->bytes_of(token)); });
+  write("\n");
+  return kExitSuccess;
+}
+
+int run_command(const InspectArguments& arguments, Console& console) {
+  const NewestCheckpoint newest = use_checkpoint(arguments.path, [](CheckpointReader&) {});
+  for (const SkippedCheckpoint& skipped : newest.skipped)
+    console.warning("skipped checkpoint " + skipped.path + ": " + skipped.reason);
+  const std::string& folder = *newest.path;
+  const CheckpointReport report = inspect_checkpoint(folder);
+  console.info(report.text);
+  if (report.damage.empty()) return kExitSuccess;
+  throw_user_error(folder, " is damaged: ", report.damage[0], report.damage.size() > 1 ? " (and more)" : "");
+}
+
+int run_command(const ImportHfArguments& arguments, Console& console) {
+  import_hf(arguments.directory, arguments.out, git_hash());
+  console.info("imported " + arguments.directory + " as " + arguments.out);
+  return kExitSuccess;
+}
+
+}  // namespace palimpsest

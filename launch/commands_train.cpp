@@ -1,0 +1,55 @@
+#include <cstdio>
+
+#include "launch/commands.h"
+#include "launch/exit_code.h"
+#include "launch/version.h"
+#include "trainer/config_fields.h"
+#include "trainer/run_setup.h"
+#include "trainer/trainer.h"
+
+namespace palimpsest {
+
+namespace {
+
+void print_field(const Config& config, const std::string& key) {
+  for (const ConfigField& field : list_fields(config)) {
+    if (field.key != key || field.is_section) continue;
+    std::puts(field.value.c_str());
+    return;
+  }
+  throw_user_error("--print ", key, ": no such field; palimpsest train --explain lists them");
+}
+
+}  // namespace
+
+Config load_resolved(const ConfigArguments& arguments) {
+  constexpr bool kHasCuda = false;  // this build computes on the CPU
+  return resolve(load_config(arguments.path, arguments.overrides), kHasCuda);
+}
+
+int run_command(const TrainArguments& arguments, Console& console) {
+  const Config config = load_resolved(arguments.config);
+  if (!arguments.print_key.empty()) {
+    print_field(config, arguments.print_key);
+    return kExitSuccess;
+  }
+  validate_for_training(config);
+  if (arguments.dry_run) {
+    dry_run(config, console);
+  } else {
+    train(config, git_hash(), console);
+  }
+  return kExitSuccess;
+}
+
+int run_command(const TextArguments& arguments, Console&) {
+  std::fputs(arguments.text.c_str(), stdout);
+  return kExitSuccess;
+}
+
+int run_command(const ExplainArguments&, Console&) {
+  std::fputs(explain_config().c_str(), stdout);
+  return kExitSuccess;
+}
+
+}  // namespace palimpsest

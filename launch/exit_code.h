@@ -1,0 +1,14 @@
+#pragma once
+
+namespace palimpsest {
+
+// Statuses of the process.
+enum ExitCode : int {
+  kExitSuccess = 0,
+  kExitFault = 1,       // a fault inside the program
+  kExitUserError = 2,   // arguments, config, data or files
+  kExitRankFailed = 3,  // another rank failed, or a deadline passed
+  kExitNonFinite = 4,   // training stopped after repeated non-finite steps
+};
+
+}  // namespace palimpsest

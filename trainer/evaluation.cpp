@@ -1,0 +1,174 @@
+#include "trainer/evaluation.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numbers>
+#include <span>
+#include <utility>
+
+#include "data/file_ops.h"
+#include "data/hdf5_file.h"
+#include "kernels/cross_entropy.h"
+
+namespace palimpsest {
+
+static_assert(Batch::kNoTarget == kIgnoreTarget);
+
+namespace {
+
+double value_at(const Tensor& values, int64_t i) {
+  return values.dtype() == DType::kF64 ? values.data<double>()[i] : static_cast<double>(values.data<float>()[i]);
+}
+
+// Adds the scored tokens one by one, so that the sum does not depend on where batches begin.
+void add_losses(Evaluation& evaluation, const Batch& batch, const Tensor& token_loss) {
+  for (int64_t i = 0; i < token_loss.numel(); ++i) {
+    if (batch.targets[i] == Batch::kNoTarget) continue;
+    evaluation.loss_sum += value_at(token_loss, i);
+    ++evaluation.tokens;
+  }
+}
+
+// The scores of a stream, written as its windows come.
+class ScoreFile {
+ public:
+  ScoreFile(const std::string& path, const Dataset& dataset)
+      : path_(path), temporary_(path + ".tmp"), dataset_(dataset), file_(Hdf5File::create(temporary_)) {
+    constexpr int64_t kChunkElements = int64_t{1} << 18;
+    file_.create_growing_dataset("tokens", Hdf5Type::kI32, kChunkElements);
+    file_.create_growing_dataset("logprob", Hdf5Type::kF32, kChunkElements);
+    append(std::vector<float>(1, kNoContext));  // the first token of the stream
+  }
+  ~ScoreFile() { try_remove(temporary_); }
+  ScoreFile(const ScoreFile&) = delete;
+  ScoreFile& operator=(const ScoreFile&) = delete;
+
+  void add(const Batch& batch, const Tensor& token_loss) {
+    for (int64_t row = 0; row < batch.num_rows; ++row) {
+      // Position i of the row scores token row_begin + i + 1 of the stream.
+      const int64_t end = std::min(batch.row_begin[row] + batch.row_length, dataset_.num_tokens() - 1);
+      std::vector<float> logprobs;
+      for (int64_t token = written_; token <= end; ++token) {
+        const int64_t i = row * batch.row_length + token - 1 - batch.row_begin[row];
+        logprobs.push_back(batch.targets[i] == Batch::kNoTarget ? kNoContext
+                                                                : static_cast<float>(-value_at(token_loss, i)));
+      }
+      append(logprobs);
+    }
+  }
+
+  void finish() {
+    CHECK(written_ == dataset_.num_tokens(), written_, " of ", dataset_.num_tokens(), " tokens were scored");
+    file_.close();
+    sync_file(temporary_);
+    rename_path(temporary_, path_);
+  }
+
+ private:
+  static constexpr float kNoContext = std::numeric_limits<float>::quiet_NaN();
+
+  void append(const std::vector<float>& logprobs) {
+    std::vector<int32_t> tokens(logprobs.size());
+    dataset_.read(written_, tokens);
+    file_.append<int32_t>("tokens", tokens);
+    file_.append<float>("logprob", logprobs);
+    written_ += static_cast<int64_t>(tokens.size());
+  }
+
+  std::string path_, temporary_;
+  const Dataset& dataset_;
+  Hdf5File file_;
+  int64_t written_ = 0;  // tokens of the stream
+};
+
+}  // namespace
+
+double Evaluation::mean_loss() const {
+  return tokens > 0 ? loss_sum / static_cast<double>(tokens) : 0.0;
+}
+
+double Evaluation::perplexity() const {
+  return std::exp(mean_loss());
+}
+
+std::optional<double> Evaluation::bits_per_byte() const {
+  if (!bytes || *bytes == 0) return std::nullopt;
+  return loss_sum / std::numbers::ln2 / static_cast<double>(*bytes);
+}
+
+std::string to_text(const Evaluation& evaluation) {
+  std::string text = fmt::format("loss {:.4f}, perplexity {:.4f}", evaluation.mean_loss(), evaluation.perplexity());
+  if (evaluation.bits_per_byte()) text += fmt::format(", {:.4f} bits per byte", *evaluation.bits_per_byte());
+  text += fmt::format("; {} tokens scored", evaluation.tokens);
+  if (evaluation.bytes) text += fmt::format(", {} without context left out", evaluation.left_out);
+  return text;
+}
+
+JsonObject to_json(const Evaluation& evaluation) {
+  JsonObject json;
+  json.add("loss_sum", evaluation.loss_sum)
+      .add("tokens", evaluation.tokens)
+      .add("left_out", evaluation.left_out)
+      .add("loss", evaluation.mean_loss())
+      .add("perplexity", evaluation.perplexity());
+  if (evaluation.bytes) json.add("bytes", *evaluation.bytes);
+  if (evaluation.bits_per_byte()) json.add("bits_per_byte", *evaluation.bits_per_byte());
+  return json;
+}
+
+Evaluation evaluate(const LanguageModel& model, Context context, const Dataset& dataset,
+                    const EvaluationOptions& options, Console& console, const std::string& name,
+                    const OnScoredBatch& on_batch) {
+  const EvaluationRows rows = {.dataset = &dataset, .row_length = options.row_length, .stride = options.stride};
+  const int64_t num_rows = std::min(rows.count(), options.max_rows.value_or(rows.count()));
+  ProgressBar progress(console, "evaluate " + name, num_rows, "rows");
+  Evaluation evaluation;
+  for (int64_t row = 0; row < num_rows; row += options.batch_rows) {
+    Batch batch = rows.read(row, std::min(options.batch_rows, num_rows - row));
+    Arena::Scope scope(context.activations);
+    const Tensor token_loss = context.activations.allocate(context.dtype, {static_cast<int64_t>(batch.tokens.size())});
+    model.forward_loss(context, model_input(batch), token_loss);
+    add_losses(evaluation, batch, token_loss);
+    if (on_batch) on_batch(batch, token_loss);
+    progress.add(batch.num_rows);
+  }
+  if (num_rows == rows.count()) {
+    CHECK(evaluation.tokens == rows.num_targets(), evaluation.tokens, " tokens were scored, ", rows.num_targets(),
+          " are in ", dataset.path());
+    evaluation.left_out = dataset.num_tokens() - evaluation.tokens;
+    evaluation.bytes = dataset.text_bytes();
+  }
+  return evaluation;
+}
+
+ModelInput model_input(Batch& batch) {
+  const auto N = static_cast<int64_t>(batch.tokens.size());
+  const auto view = [&](std::vector<int32_t>& values) { return Tensor(values.data(), DType::kI32, {N}); };
+  return {.tokens = view(batch.tokens),
+          .targets = view(batch.targets),
+          .sequence = {.documents = batch.documents, .positions = view(batch.positions)}};
+}
+
+std::vector<EvalSet> open_eval_sets(const Config& config) {
+  std::vector<EvalSet> sets;
+  for (const NamedPath& named : config.data.eval) {
+    sets.push_back({named.name, std::make_unique<Dataset>(named.path)});
+    sets.back().dataset->check_vocabulary(config.model.vocab_size);
+  }
+  return sets;
+}
+
+Evaluation score_to_file(const LanguageModel& model, Context context, const Dataset& dataset,
+                         const EvaluationOptions& options, Console& console, const std::string& out) {
+  ScoreFile file(out, dataset);
+  const Evaluation evaluation =
+      evaluate(model, context, dataset, options, console, dataset.path(),
+               [&](const Batch& batch, const Tensor& token_loss) { file.add(batch, token_loss); });
+  file.finish();
+  return evaluation;
+}
+
+}  // namespace palimpsest

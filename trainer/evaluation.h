@@ -1,0 +1,62 @@
+// Perplexity over the fixed set of tokens that a data set's files define: every token with a context is scored exactly
+// once, whatever the batch size.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "data/batch.h"
+#include "data/dataset.h"
+#include "model/language_model.h"
+#include "trainer/config.h"
+#include "trainer/console.h"
+#include "trainer/json_object.h"
+
+namespace palimpsest {
+
+struct Evaluation {
+  double loss_sum = 0.0;         // nats
+  int64_t tokens = 0;            // scored
+  int64_t left_out = 0;          // not scored: the first token of each document has no context
+  std::optional<int64_t> bytes;  // of the original documents; none when part of the set was taken
+
+  double mean_loss() const;                     // nats a token; 0 without tokens
+  double perplexity() const;                    // exp(loss_sum / tokens)
+  std::optional<double> bits_per_byte() const;  // loss_sum / ln 2 / bytes
+};
+std::string to_text(const Evaluation& evaluation);
+JsonObject to_json(const Evaluation& evaluation);
+
+struct EvaluationOptions {
+  int64_t row_length = 0;           // of the windows
+  int64_t stride = 0;               // new tokens of a window, the others are their context; at most row_length
+  int64_t batch_rows = 1;           // windows at once
+  std::optional<int64_t> max_rows;  // the first windows alone; none: all
+};
+
+// token_loss [N] f32 or f64 of each batch, in the order of the stream.
+using OnScoredBatch = std::function<void(const Batch& batch, const Tensor& token_loss)>;
+Evaluation evaluate(const LanguageModel& model, Context context, const Dataset& dataset,
+                    const EvaluationOptions& options, Console& console, const std::string& name,
+                    const OnScoredBatch& on_batch = {});
+
+// A batch as the model takes it: views of its vectors.
+ModelInput model_input(Batch& batch);
+
+struct EvalSet {
+  std::string name;
+  std::unique_ptr<Dataset> dataset;
+};
+// data.eval. Throws a UserError where a set cannot be read or does not fit the model.
+std::vector<EvalSet> open_eval_sets(const Config& config);
+
+// Writes <out>: `logprob` [N] f32, the log-probability of each token of the stream, NaN where it has no context, beside
+// `tokens` [N] i32. The file appears whole or not at all.
+Evaluation score_to_file(const LanguageModel& model, Context context, const Dataset& dataset,
+                         const EvaluationOptions& options, Console& console, const std::string& out);
+
+}  // namespace palimpsest

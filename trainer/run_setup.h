@@ -1,0 +1,54 @@
+// A training run before anything is allocated or written: its data opened and checked, its model declared, its memory
+// planned. `train` goes on from here; `train --dry-run` prints it and stops.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "data/loader.h"
+#include "trainer/config.h"
+#include "trainer/console.h"
+#include "trainer/evaluation.h"
+#include "trainer/memory_plan.h"
+#include "trainer/workbench.h"
+
+namespace palimpsest {
+
+class RunSetup {
+ public:
+  // `config` is resolved. Throws a UserError where config, data and model do not fit each other.
+  explicit RunSetup(const Config& config);
+  RunSetup(const RunSetup&) = delete;
+  RunSetup& operator=(const RunSetup&) = delete;
+
+  const Config& config() const { return config_; }
+  const TrainingData& data() const { return data_; }
+  const std::vector<EvalSet>& eval_sets() const { return eval_sets_; }
+  Workbench& bench() { return bench_; }
+  const MemoryPlan& plan() const { return plan_; }
+  int64_t snapshot_bytes() const { return snapshot_bytes_; }  // 0 when saves are not in the background
+
+  // Config, data, parameters, decay groups, FLOPs, memory: what a run prints first. With notices on what is legal but
+  // may surprise.
+  void print(Console& console) const;
+
+ private:
+  MemoryPlan make_plan();
+
+  Config config_;
+  TrainingData data_;
+  std::vector<EvalSet> eval_sets_;
+  Workbench bench_;
+  int64_t snapshot_bytes_ = 0;
+  MemoryPlan plan_;
+};
+
+LoaderOptions loader_options(const Config& config, int64_t first_step);
+std::string config_path(const Config& config);      // <run.dir>/config.yaml
+std::string checkpoint_path(const Config& config);  // <run.dir>/checkpoints
+
+// --dry-run: prints the setup and the first batch, decoded.
+void dry_run(const Config& config, Console& console);
+
+}  // namespace palimpsest

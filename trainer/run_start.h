@@ -1,0 +1,29 @@
+// Where a run begins: from initial weights, from the weights of another run, or where its own checkpoint left off.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "trainer/checkpoint_manifest.h"
+#include "trainer/config.h"
+#include "trainer/console.h"
+#include "trainer/workbench.h"
+
+namespace palimpsest {
+
+struct RunStart {
+  TrainState state;                    // of the checkpoint; step 0 for a new run
+  std::vector<int64_t> damaged_steps;  // of newer checkpoints, which could not be used
+};
+
+// Fills weights and moments of an allocated workbench. resume: auto continues from the newest whole checkpoint in
+// run.dir, none asks for a run.dir without any, a path continues from there. Throws a UserError when the checkpoint is
+// of another model, or when the new run would mix with an old one in run.dir.
+RunStart start_run(const Config& config, Workbench& bench, Console& console);
+
+// For commands that only use a model: the weights of `from`, or of run.dir where there is no `from`. Throws a UserError
+// when they are of another model.
+void load_trained_weights(const Config& config, Workbench& bench, Console& console);
+
+}  // namespace palimpsest

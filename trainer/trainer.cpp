@@ -1,0 +1,199 @@
+#include "trainer/trainer.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <utility>
+
+#include "data/file_ops.h"
+#include "trainer/checkpoint_folder.h"
+#include "trainer/flops.h"
+#include "trainer/schedule.h"
+#include "trainer/signals.h"
+
+namespace palimpsest {
+
+namespace {
+
+// Multiples of `every`; never when it is 0.
+bool is_due(int64_t step, int64_t every) {
+  return every > 0 && step % every == 0;
+}
+
+}  // namespace
+
+Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
+    : setup_(setup),
+      config_(setup.config()),
+      console_(console),
+      program_(std::move(program)),
+      begin_seconds_(console.seconds()),
+      total_steps_(total_steps(config_)) {
+  // 1. Memory and weights. Nothing is written before both are known to be good.
+  Workbench& bench = setup_.bench();
+  bench.allocate(ParameterUse::kTraining, setup_.plan().regions);
+  const RunStart start = start_run(config_, bench, console_);
+  state_ = start.state;
+  step_.emplace(bench.model(), bench.registry(), bench.context(), bench.regions().optimizer,
+                train_step_options(config_));
+  step_->set_applied_steps(state_.applied_steps);
+  // 2. Checkpoints: room for them, and the copy that is written in the background.
+  auto blocks = whole_blocks(bench.registry(), CheckpointContent::kWeightsAndOptimizer);
+  check_room_for_checkpoints(checkpoint_path(config_), stored_bytes(blocks), config_.checkpoint.keep_last);
+  std::optional<std::vector<CheckpointBlock>> copy;
+  if (config_.checkpoint.background) {
+    snapshot_.emplace("checkpoint snapshot", Device::kCpu, setup_.snapshot_bytes());
+    copy = allocate_snapshot(blocks, *snapshot_);
+  }
+  writer_.emplace(SavePolicy{checkpoint_path(config_), config_.checkpoint.keep_last, config_.checkpoint.keep_every},
+                  std::move(blocks), std::move(copy));
+  writer_->set_damaged(start.damaged_steps);
+  for (const std::string& line : writer_->leftovers()) console_.info(line);
+  // 3. What the run writes beside them.
+  write_file_atomically(config_path(config_), to_yaml(config_));
+  metrics_log_.emplace(config_.run.dir + "/metrics.jsonl", state_.step);
+  tensorboard_.emplace(config_.run.dir + "/tensorboard", state_.step);
+  // 4. What mfu is a fraction of.
+  peak_flops_ = config_.hardware.peak_tflops ? *config_.hardware.peak_tflops * 1e12
+                                             : measure_matmul_flops(bench.device(), bench.regions().activations);
+  console_.info(
+      fmt::format("mfu is a fraction of {:.1f} GFLOP/s: {}", peak_flops_ / 1e9,
+                  config_.hardware.peak_tflops ? "hardware.peak_tflops" : "the best of five 2048^3 products"));
+}
+
+void Trainer::run() {
+  if (state_.step >= total_steps_) {
+    console_.info(fmt::format("nothing to do: the run is at step {} of {}", state_.step, total_steps_));
+    return;
+  }
+  const StopSignals signals;
+  Loader loader(setup_.data(), loader_options(config_, state_.step));
+  TrainingProgress progress(console_, state_.step, total_steps_);
+  const auto minutes = [&] { return (console_.seconds() - begin_seconds_) / 60.0; };
+  std::string stop;  // why the run ends before its last step
+  while (state_.step < total_steps_ && stop.empty()) {
+    StepMetrics metrics = train_one_step(loader);
+    const bool last = state_.step == total_steps_;
+    if (is_due(state_.step, config_.train.eval_every) || (last && config_.train.eval_every > 0))
+      metrics.eval = evaluate_all();
+    metrics_log_->write(metrics);
+    tensorboard_->write(metrics);
+    progress.update(metrics);
+    observer_(metrics);
+    stop_if_hopeless();
+
+    if (signals.received() != 0)
+      stop = fmt::format("signal {}", signals.received());
+    else if (config_.train.max_minutes && minutes() >= *config_.train.max_minutes)
+      stop = "train.max_minutes";
+    if (is_due(state_.step, config_.checkpoint.every) || last || !stop.empty()) save();
+    report_saves(writer_->take_finished());
+  }
+  report_saves(writer_->finish());
+  if (!stop.empty() && state_.step < total_steps_)
+    console_.info(
+        fmt::format("stopped after step {} of {} by {}; the same command continues", state_.step, total_steps_, stop));
+}
+
+StepMetrics Trainer::train_one_step(Loader& loader) {
+  const double begin = console_.seconds();
+  StepBatches batches = loader.next();
+  const double lr = learning_rate(config_.schedule, config_.optimizer.lr, state_.step + 1, total_steps_);
+  step_->begin(batches.num_targets);
+  for (Batch& batch : batches.micro_batches) step_->accumulate(model_input(batch));
+  const StepResult result = step_->finish(lr);
+  count_step(result, batches);
+  const double tokens_per_second =
+      static_cast<double>(tokens_per_step(config_)) / std::max(console_.seconds() - begin, 1e-9);
+  return {.step = state_.step,
+          .tokens = state_.tokens,
+          .loss = result.loss,
+          .grad_norm = result.grad_norm,
+          .lr = lr,
+          .tokens_per_second = tokens_per_second,
+          .mfu = mfu(tokens_per_second),
+          .skipped_steps = state_.skipped_steps};
+}
+
+void Trainer::count_step(const StepResult& result, StepBatches& batches) {
+  ++state_.step;
+  state_.tokens += batches.num_targets;
+  state_.sampler_position += config_.train.sequences_per_step;
+  state_.applied_steps = step_->applied_steps();
+  state_.eval_losses.clear();
+  if (result.applied) {
+    state_.skipped_in_a_row = 0;
+    return;
+  }
+  ++state_.skipped_steps;
+  ++state_.skipped_in_a_row;
+  last_non_finite_ = first_non_finite(batches);
+  console_.warning(fmt::format("step {} skipped: loss {}, gradient norm {}; the first tensor that went bad: {}",
+                               state_.step, result.loss, result.grad_norm, last_non_finite_));
+}
+
+// In the order in which one thing follows from another: weights, forward, backward.
+std::string Trainer::first_non_finite(StepBatches& batches) {
+  Workbench& bench = setup_.bench();
+  if (const std::string name = first_non_finite_weight(bench.registry()); !name.empty()) return name;
+  Context context = bench.context();
+  for (Batch& batch : batches.micro_batches)
+    if (const std::string name = bench.model().first_non_finite_output(context, model_input(batch)); !name.empty())
+      return name;
+  const std::string name = first_non_finite_gradient(bench.registry());
+  return name.empty() ? "the sum of the squared gradients" : name;
+}
+
+void Trainer::stop_if_hopeless() {
+  if (state_.skipped_in_a_row <= config_.train.max_skipped_steps) return;
+  report_saves(writer_->finish());
+  throw NonFiniteStop(fmt::format("step {}: {} steps in a row were not finite; the first tensor that went bad: {}",
+                                  state_.step, state_.skipped_in_a_row, last_non_finite_));
+}
+
+std::vector<EvalMetrics> Trainer::evaluate_all() {
+  const EvaluationOptions options = {.row_length = config_.data.sequence_length,
+                                     .stride = config_.data.sequence_length,
+                                     .batch_rows = config_.train.micro_batch,
+                                     .max_rows = config_.train.eval_rows};
+  std::vector<EvalMetrics> metrics;
+  for (const EvalSet& set : setup_.eval_sets()) {
+    const Evaluation evaluation =
+        evaluate(setup_.bench().model(), setup_.bench().context(), *set.dataset, options, console_, set.name);
+    console_.info(fmt::format("step {}, {}: {}", state_.step, set.name, to_text(evaluation)));
+    state_.eval_losses[set.name] = evaluation.mean_loss();
+    metrics.push_back({set.name, evaluation.mean_loss(), evaluation.bits_per_byte()});
+  }
+  return metrics;
+}
+
+void Trainer::save() {
+  writer_->save({.state = state_, .config = to_yaml(config_), .program = program_});
+}
+
+void Trainer::report_saves(const std::vector<FinishedSave>& saves) {
+  for (const FinishedSave& save : saves) {
+    console_.info(fmt::format("saved {} ({:.1f} MB in {:.1f} s)", save.path, static_cast<double>(save.bytes) / 1e6,
+                              save.seconds));
+    for (const std::string& warning : save.warnings) console_.warning(warning);
+  }
+}
+
+double Trainer::mfu(double tokens_per_second) {
+  const double flops = tokens_per_second * setup_.bench().model().flops_per_token(config_.data.sequence_length);
+  const double fraction = flops / peak_flops_;
+  if (fraction > 1.0 && !warned_of_mfu_) {
+    console_.warning(fmt::format("mfu is {:.0f} %: the peak of {:.1f} GFLOP/s is too low; set hardware.peak_tflops",
+                                 100 * fraction, peak_flops_ / 1e9));
+    warned_of_mfu_ = true;
+  }
+  return fraction;
+}
+
+void train(const Config& config, const std::string& program, Console& console) {
+  RunSetup setup(config);
+  setup.print(console);
+  Trainer(setup, program, console).run();
+}
+
+}  // namespace palimpsest

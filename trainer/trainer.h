@@ -1,0 +1,72 @@
+// The training loop: the story of a run.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels/arena.h"
+#include "trainer/checkpoint_writer.h"
+#include "trainer/console.h"
+#include "trainer/metrics.h"
+#include "trainer/run_setup.h"
+#include "trainer/run_start.h"
+#include "trainer/tensorboard.h"
+#include "trainer/train_step.h"
+
+namespace palimpsest {
+
+// Training stopped after too many non-finite steps in a row. The last checkpoint stays.
+class NonFiniteStop : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class Trainer {
+ public:
+  // Allocates, loads or initialises the weights, opens the run's files. `setup` must outlive the trainer; `program`
+  // is the version that goes into checkpoints.
+  Trainer(RunSetup& setup, std::string program, Console& console);
+
+  // Trains to the last step, or until a signal or train.max_minutes asks it to save and stop.
+  void run();
+  // Called after each step, before it is saved.
+  void on_step(std::function<void(const StepMetrics&)> observer) { observer_ = std::move(observer); }
+
+  const TrainState& state() const { return state_; }
+
+ private:
+  StepMetrics train_one_step(Loader& loader);
+  void count_step(const StepResult& result, StepBatches& batches);
+  std::string first_non_finite(StepBatches& batches);
+  void stop_if_hopeless();
+  std::vector<EvalMetrics> evaluate_all();
+  void save();
+  void report_saves(const std::vector<FinishedSave>& saves);
+  double mfu(double tokens_per_second);
+
+  RunSetup& setup_;
+  const Config& config_;
+  Console& console_;
+  std::string program_;
+  double begin_seconds_;
+  int64_t total_steps_;
+  TrainState state_;
+  double peak_flops_ = 0.0;
+  bool warned_of_mfu_ = false;
+  std::function<void(const StepMetrics&)> observer_ = [](const StepMetrics&) {};
+  std::string last_non_finite_;  // what made the last skipped step bad
+  std::optional<TrainStep> step_;
+  std::optional<Arena> snapshot_;
+  std::optional<CheckpointWriter> writer_;
+  std::optional<MetricsLog> metrics_log_;
+  std::optional<TensorBoardLog> tensorboard_;
+};
+
+// Sets up a run and trains it.
+void train(const Config& config, const std::string& program, Console& console);
+
+}  // namespace palimpsest
