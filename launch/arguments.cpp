@@ -48,6 +48,7 @@ class Parser {
     add_eval();
     add_score();
     add_generate();
+    add_tokenize();
     add_inspect();
     add_import();
     add_bench();
@@ -135,6 +136,33 @@ class Parser {
     command.callback([this] { result_ = generate_; });
   }
 
+  void add_tokenize() {
+    CLI::App& command = add(app_, "tokenize", "Turn text files into token shards.");
+    command
+        .add_option("INPUTS", tokenize_.corpus.inputs,
+                    "files named *.txt or *.jsonl, also with .gz, or folders of them")
+        ->required()
+        ->expected(-1);
+    command.add_option("--out", tokenize_.out, "folder for the shards; must be empty or not exist")->required();
+    command.add_option("--tokenizer", tokenize_.tokenizer, "bytes, or the path of a SentencePiece model")
+        ->capture_default_str();
+    command
+        .add_option(
+            "--train-sentencepiece", tokenize_.train_sentencepiece,
+            "first train a lossless SentencePiece model of this many ids on the inputs and write it to --tokenizer")
+        ->check(CLI::PositiveNumber);
+    command.add_option(
+        "--split", tokenize_.corpus.split,
+        "cut each .txt file into documents: at blank-lines, or at lines that match a regular expression; "
+        "default: a file is a document");
+    command.add_option("--text-field", tokenize_.corpus.text_field, "field of a .jsonl line that holds the text")
+        ->capture_default_str();
+    command.add_option("--threads", tokenize_.threads, "threads; 0: all cores")
+        ->capture_default_str()
+        ->check(CLI::NonNegativeNumber);
+    command.callback([this] { result_ = tokenize_; });
+  }
+
   void add_inspect() {
     CLI::App& command = add(
         app_, "inspect", "Print what a checkpoint holds: state, layout, config, tensors and their norms; verify it.");
@@ -202,6 +230,7 @@ class Parser {
   EvalArguments eval_;
   ScoreArguments score_;
   GenerateArguments generate_;
+  TokenizeArguments tokenize_;
   InspectArguments inspect_;
   ImportHfArguments import_;
   BenchTrainArguments bench_train_;

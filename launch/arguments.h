@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "data/tokenize.h"
 #include "trainer/generation.h"
 
 namespace palimpsest {
@@ -39,6 +40,13 @@ struct GenerateArguments {
   int64_t max_tokens = 256;
   SamplingOptions sampling;
 };
+struct TokenizeArguments {
+  CorpusOptions corpus;
+  std::string tokenizer = "bytes";
+  std::string out;
+  std::optional<int64_t> train_sentencepiece;  // vocabulary of the model to train first and write to `tokenizer`
+  int threads = 0;                             // 0: all cores
+};
 struct InspectArguments {
   std::string path;
 };
@@ -61,7 +69,7 @@ struct TextArguments {
 
 using Arguments =
     std::variant<TextArguments, TrainArguments, ExplainArguments, EvalArguments, ScoreArguments, GenerateArguments,
-                 InspectArguments, ImportHfArguments, BenchTrainArguments, BenchKernelsArguments>;
+                 TokenizeArguments, InspectArguments, ImportHfArguments, BenchTrainArguments, BenchKernelsArguments>;
 
 // Throws a UserError of one line on arguments that make no sense.
 Arguments parse_arguments(int argc, const char* const* argv);

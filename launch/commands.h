@@ -13,6 +13,7 @@ int run_command(const ExplainArguments& arguments, Console& console);
 int run_command(const EvalArguments& arguments, Console& console);
 int run_command(const ScoreArguments& arguments, Console& console);
 int run_command(const GenerateArguments& arguments, Console& console);
+int run_command(const TokenizeArguments& arguments, Console& console);
 int run_command(const InspectArguments& arguments, Console& console);
 int run_command(const ImportHfArguments& arguments, Console& console);
 int run_command(const BenchTrainArguments& arguments, Console& console);
