@@ -113,8 +113,9 @@ std::vector<std::string> publish_checkpoint(const std::string& folder, const Man
   return warnings;
 }
 
-std::vector<std::string> write_checkpoint(const std::string& folder, const CheckpointHeader& header,
+std::vector<std::string> write_checkpoint(const std::string& path, const CheckpointHeader& header,
                                           const std::vector<CheckpointBlock>& blocks) {
+  const std::string folder = path.substr(0, path.find_last_not_of('/') + 1);  // "out/" is "out"
   const std::string partial = folder + std::string(kPartialSuffix);
   try {
     if (path_exists(partial)) remove_tree(partial);

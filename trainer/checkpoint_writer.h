@@ -29,8 +29,8 @@ RankFile write_rank_file(const std::string& folder, int64_t rank, int64_t num_ra
 // before. Returns warnings, a line each.
 std::vector<std::string> publish_checkpoint(const std::string& folder, const Manifest& manifest);
 
-// Saves as the only rank, blocking. On an error nothing new stays. Returns warnings.
-std::vector<std::string> write_checkpoint(const std::string& folder, const CheckpointHeader& header,
+// Saves the folder `path` as the only rank, blocking. On an error nothing new stays. Returns warnings.
+std::vector<std::string> write_checkpoint(const std::string& path, const CheckpointHeader& header,
                                           const std::vector<CheckpointBlock>& blocks);
 
 // The blocks with memory of their own, from the arena: where a background save copies them to. With a planning arena

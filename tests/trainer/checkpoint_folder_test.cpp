@@ -20,12 +20,6 @@ using support::user_error_of;
 
 using Names = std::vector<std::string>;
 
-void flip_byte(const std::string& path, size_t position) {
-  std::string content = support::read_file(path);
-  content.at(position) ^= 0x10;
-  support::write_file(path, content);
-}
-
 TEST(CheckpointFolder, NamesSortAndForeignNamesAreLeftAlone) {
   const TempDirectory folder;
   EXPECT_TRUE(list_checkpoints(folder / "none").empty());
@@ -47,7 +41,7 @@ TEST(CheckpointFolder, DamagedAndUnfinishedOnesAreSkippedWithTheReason) {
   const TempDirectory folder;
   for (const int64_t step : {10, 20, 30, 40, 50}) save_step(folder.path(), step);
   remove_file(folder / "step-000050/manifest.json");
-  flip_byte(folder / "step-000040/manifest.json", 100);
+  support::flip_bit(folder / "step-000040/manifest.json", 100, 4);
   const std::string cut = folder / "step-000030/rank-00000-of-00001.h5";
   support::write_file(cut, support::read_file(cut).substr(0, 5000));
   remove_file(folder / "step-000020/rank-00000-of-00001.h5");
@@ -70,7 +64,7 @@ TEST(CheckpointFolder, DamageFoundWhileLoadingFallsBackToo) {
   const std::string values = bytes_of_step(20);
   const size_t place = content.find(values.substr(0, 64));  // the first tensor's values
   ASSERT_NE(place, std::string::npos);
-  flip_byte(file, place + 20);
+  support::flip_bit(file, place + 20, 4);
   EXPECT_EQ(load_newest_exactly(folder.path()), 10);
 }
 
@@ -81,7 +75,7 @@ TEST(CheckpointFolder, AllDamagedIsAnErrorAndNoneIsNot) {
   EXPECT_EQ(load_newest_exactly(folder.path()), -1);
   for (const int64_t step : {10, 20}) {
     save_step(folder.path(), step);
-    flip_byte(folder / checkpoint_name(step) + "/manifest.json", 7);
+    support::flip_bit(folder / checkpoint_name(step) + "/manifest.json", 7, 4);
   }
   const std::string message = user_error_of([&] { load_newest_exactly(folder.path()); });
   EXPECT_NE(message.find("every checkpoint is damaged"), std::string::npos) << message;

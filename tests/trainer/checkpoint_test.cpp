@@ -204,7 +204,7 @@ TEST(Checkpoint, WeightsAloneDoNotResumeButLoad) {
   const TempDirectory folder;
   SmallModel saved(SmallModel::specs(), DType::kF32, ParameterUse::kInference);
   saved.fill(4);
-  write_checkpoint(folder / "imported", header_of(4), saved.blocks());
+  write_checkpoint(folder / "imported/", header_of(4), saved.blocks());
   SmallModel training;
   CheckpointReader reader(folder / "imported");
   EXPECT_NE(user_error_of([&] { reader.load(training.registry(), kAll); }).find("no optimizer state"),
