@@ -24,6 +24,8 @@
 
 namespace palimpsest::cpu {
 
+constexpr int64_t kInverseTile = 4;  // rows, see ChunkMatrices::invert
+
 // Extents of the buffers of a chunk. Kp and Vp are K and V padded with zeros to whole vectors.
 struct ChunkSizes {
   int64_t C, K, V, Kp, Vp;
@@ -107,7 +109,7 @@ class ChunkInputs {
   // Tokens first .. first + count - 1 of the document.
   void load(const DocumentHead<T>& head, int64_t first, int64_t count) {
     n = count;
-    rows = std::max<int64_t>(static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(count))), kWidth<T>);
+    rows = std::max({static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(count))), kWidth<T>, kInverseTile});
     clear_padding(q);
     clear_padding(k);
     std::fill_n(beta, rows, T(0));
@@ -224,7 +226,7 @@ class ChunkInputs {
 template <class T, Decay decay, DeltaRule delta>
 class ChunkMatrices {
  public:
-  T *aqk, *p, *n;  // Aqk, P, N = M - I; P and N with the delta rule only
+  T *aqk, *p, *n;  // Aqk; P, which inverting turns into L; N = M - I. The last two with the delta rule only
   T* d;            // exp(D) with ones on the diagonal; scalar decay only
 
   ChunkMatrices(Carver<T>& carver, const ChunkSizes& sizes)
@@ -274,20 +276,28 @@ class ChunkMatrices {
     }
   }
 
-  // N from P: row i of (I + L)(I + N) = I with L = diag(beta) P is N_i = -(L_i + sum_{j<i} L_ij N_j).
+  // N from P, which becomes L = diag(beta) P: row i of (I + L)(I + N) = I is N_i = -(L_i + sum_{j<i} L_ij N_j). The
+  // rows above a tile of kTile rows come in by a product, those inside it one by one.
   void invert(const ChunkInputs<T, decay>& in) {
+    constexpr int64_t kTile = kInverseTile;
     const int64_t C = in.sizes.C;
-    for (int64_t i = 0; i < in.rows; ++i) {
-      const T* __restrict row_of_p = p + i * C;
-      T* __restrict row = n + i * C;
-      const T beta = in.beta[i];
+    for (int64_t tile = 0; tile < in.rows; tile += kTile) {
+      for (int64_t i = tile; i < tile + kTile; ++i) {
 #pragma omp simd
-      for (int64_t c = 0; c < C; ++c) row[c] = -beta * row_of_p[c];
-      for (int64_t j = 0; j < i; ++j) {
-        const T* __restrict above = n + j * C;
-        const T weight = beta * row_of_p[j];
+        for (int64_t c = 0; c < C; ++c) {
+          p[i * C + c] *= in.beta[i];
+          n[i * C + c] = -p[i * C + c];
+        }
+      }
+      product(kTile, padded<T>(tile), tile, T(-1), rows_of(p + tile * C, C), n, C, Into::kAdd, n + tile * C, C);
+      for (int64_t i = tile + 1; i < tile + kTile; ++i) {
+        T* __restrict row = n + i * C;
+        for (int64_t j = tile; j < i; ++j) {
+          const T* __restrict above = n + j * C;
+          const T weight = p[i * C + j];
 #pragma omp simd
-        for (int64_t c = 0; c < C; ++c) row[c] -= weight * above[c];
+          for (int64_t c = 0; c < C; ++c) row[c] -= weight * above[c];
+        }
       }
     }
   }

@@ -154,7 +154,10 @@ class ChunkBackward {
   void load(int64_t chunk) {
     first_ = chunk * C;
     n_ = std::min(C, head_.length - first_);
+    zero_entry_ = chunk == 0 && head_.initial_state == nullptr;
+    zero_exit_ = first_ + n_ == head_.length && grads_.d_final_state == nullptr;
     in_.load(head_, first_, n_);
+
     const int64_t rows = in_.rows;
     load_rows<T>(n_, V, {store_.x[first_], store_.x.stride}, rows, Vp, b_.forward.x);
     load_state<T>(b_.forward.sizes, chunk == 0 ? head_.initial_state : store_.state(chunk), b_.forward.state);
@@ -168,11 +171,23 @@ class ChunkBackward {
     for (int64_t i = 0; i < n_ * Vp; ++i) b_.d_o[i] *= head_.scale;
   }
 
+  // What load will read of the whole chunk that starts at this token.
+  [[gnu::always_inline]] void prefetch(int64_t first) const {
+    prefetch_rows(C, K, head_.q.from(first));
+    prefetch_rows(C, K, head_.k.from(first));
+    prefetch_rows(C, head_.gate.channels(), head_.gate_logit.from(first));
+    prefetch_rows(C, V, grads_.d_o.from(first));
+    prefetch_rows(C, V, store_.x.from(first));
+    prefetch_rows(C, C, store_.aqk.from(first));
+    prefetch_rows(C, C, store_.m.from(first));
+  }
+
   // dX, Y, dR = dV and dlogit of beta.
   void solve() {
+    if (first_ > 0) prefetch(first_ - C);
     const T one = 1;
     product<Part::kUpper>(in_.rows, Vp, n_, one, columns_of(matrices_.aqk, C), b_.d_o, Vp, Into::kSet, b_.dx, Vp);
-    product(in_.rows, Vp, K, one, rows_of(in_.Kt, Kp), b_.dstate, Vp, Into::kAdd, b_.dx, Vp);
+    if (!zero_exit_) product(in_.rows, Vp, K, one, rows_of(in_.Kt, Kp), b_.dstate, Vp, Into::kAdd, b_.dx, Vp);
     std::copy_n(b_.dx, in_.rows * Vp, b_.dr);
     if constexpr (kDelta) {
       product<Part::kUpper>(in_.rows, Vp, n_, one, columns_of(matrices_.n, C), b_.dx, Vp, Into::kAdd, b_.dr, Vp);
@@ -191,17 +206,21 @@ class ChunkBackward {
     const int64_t rows = in_.rows;
     const T one = 1;
     transpose(rows, Vp, b_.forward.x, Vp, b_.x_t, C);
-    product(rows, rows, V, one, rows_of(b_.d_o, Vp), b_.x_t, C, Into::kSet, b_.da, C);
-    if constexpr (kDelta) product(rows, rows, V, -one, rows_of(b_.dr, Vp), b_.x_t, C, Into::kSet, b_.dp, C);
-    transpose(Kp, Vp, b_.forward.state, Vp, b_.state_t, Kp);
-    product(rows, Kp, V, one, rows_of(b_.d_o, Vp), b_.state_t, Kp, Into::kSet, b_.dq, Kp);
-    if constexpr (kDelta) {
-      product(rows, Kp, V, -one, rows_of(b_.dr, Vp), b_.state_t, Kp, Into::kSet, b_.dk, Kp);
-    } else {
-      std::fill_n(b_.dk, rows * Kp, T(0));
+    product<Part::kFull, Part::kLower>(rows, rows, V, one, rows_of(b_.d_o, Vp), b_.x_t, C, Into::kSet, b_.da, C);
+    if constexpr (kDelta)
+      product<Part::kFull, Part::kLower>(rows, rows, V, -one, rows_of(b_.dr, Vp), b_.x_t, C, Into::kSet, b_.dp, C);
+    std::fill_n(b_.dq, rows * Kp, T(0));
+    std::fill_n(b_.dk, rows * Kp, T(0));
+    std::fill_n(b_.dkt, rows * Kp, T(0));
+    if (!zero_entry_) {
+      transpose(Kp, Vp, b_.forward.state, Vp, b_.state_t, Kp);
+      product(rows, Kp, V, one, rows_of(b_.d_o, Vp), b_.state_t, Kp, Into::kSet, b_.dq, Kp);
+      if constexpr (kDelta) product(rows, Kp, V, -one, rows_of(b_.dr, Vp), b_.state_t, Kp, Into::kSet, b_.dk, Kp);
     }
-    transpose(Kp, Vp, b_.dstate, Vp, b_.dstate_t, Kp);
-    product(rows, Kp, V, one, rows_of(b_.forward.x, Vp), b_.dstate_t, Kp, Into::kSet, b_.dkt, Kp);
+    if (!zero_exit_) {
+      transpose(Kp, Vp, b_.dstate, Vp, b_.dstate_t, Kp);
+      product(rows, Kp, V, one, rows_of(b_.forward.x, Vp), b_.dstate_t, Kp, Into::kSet, b_.dkt, Kp);
+    }
   }
 
   // The uses that reach the chunk's borders: starts dq and dk, and dpre = H, dsuf = N, totals = tot; and the diagonal
@@ -413,7 +432,8 @@ class ChunkBackward {
   ChunkMatrices<T, decay, delta>& matrices_;
   const ChunkStore<T>& store_;
   const int64_t C, K, V, Kp, Vp, W;
-  int64_t first_ = 0, n_ = 0;  // the chunk's first token and its tokens
+  int64_t first_ = 0, n_ = 0;                    // the chunk's first token and its tokens
+  bool zero_entry_ = false, zero_exit_ = false;  // its S0 or dS is known to be zero
 };
 
 }  // namespace

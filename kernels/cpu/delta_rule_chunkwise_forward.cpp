@@ -4,6 +4,19 @@
 
 namespace palimpsest::cpu {
 
+namespace {
+
+// The inputs of n tokens, while there is something to compute before they are needed.
+template <class T>
+[[gnu::always_inline]] inline void prefetch_chunk(const DocumentHead<T>& head, int64_t first, int64_t n) {
+  prefetch_rows(n, head.K, head.q.from(first));
+  prefetch_rows(n, head.K, head.k.from(first));
+  prefetch_rows(n, head.V, head.v.from(first));
+  prefetch_rows(n, head.gate.channels(), head.gate_logit.from(first));
+}
+
+}  // namespace
+
 template <class T, Decay decay, DeltaRule delta>
 void forward_chunks(const DocumentHead<T>& head, ChunkForwardBuffers<T, decay, delta>& b, Matrices source,
                     const ChunkStore<T>& store, HeadRows<T> o, T* final_state) {
@@ -15,6 +28,7 @@ void forward_chunks(const DocumentHead<T>& head, ChunkForwardBuffers<T, decay, d
     const int64_t n = std::min(C, head.length - first);
     if (first > 0 && store.states != nullptr) store_state(b.sizes, b.state, store.state(first / C));
     in.load(head, first, n);
+    prefetch_chunk(head, first + n, std::min(C, head.length - first - n));
 
     if (source == Matrices::kCompute) {
       matrices.compute_scores(in);
@@ -27,9 +41,10 @@ void forward_chunks(const DocumentHead<T>& head, ChunkForwardBuffers<T, decay, d
         load_rows<T>(n, C, {store.m[first], store.m.stride}, in.rows, C, matrices.n);
     }
 
+    const bool zero_state = first == 0 && head.initial_state == nullptr;
     if constexpr (delta == DeltaRule::kOn) {
       load_rows(n, V, head.v.from(first), in.rows, Vp, b.br);
-      product(n, Vp, K, T(-1), rows_of(in.Kb, Kp), b.state, Vp, Into::kAdd, b.br, Vp);
+      if (!zero_state) product(n, Vp, K, T(-1), rows_of(in.Kb, Kp), b.state, Vp, Into::kAdd, b.br, Vp);
       for (int64_t i = 0; i < in.rows; ++i) {
 #pragma omp simd
         for (int64_t j = 0; j < Vp; ++j) b.br[i * Vp + j] *= in.beta[i];
@@ -42,8 +57,8 @@ void forward_chunks(const DocumentHead<T>& head, ChunkForwardBuffers<T, decay, d
     if (store.x.data != nullptr) store_rows(n, V, b.x, Vp, store.x.from(first));
 
     if (o.data != nullptr) {
-      product(n, Vp, K, head.scale, rows_of(in.Qb, Kp), b.state, Vp, Into::kSet, b.o, Vp);
-      product<Part::kLower>(n, Vp, n, head.scale, rows_of(matrices.aqk, C), b.x, Vp, Into::kAdd, b.o, Vp);
+      product<Part::kLower>(n, Vp, n, head.scale, rows_of(matrices.aqk, C), b.x, Vp, Into::kSet, b.o, Vp);
+      if (!zero_state) product(n, Vp, K, head.scale, rows_of(in.Qb, Kp), b.state, Vp, Into::kAdd, b.o, Vp);
       store_rows(n, V, b.o, Vp, o.from(first));
     }
     in.decay_state(b.state);

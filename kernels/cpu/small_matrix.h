@@ -110,12 +110,13 @@ template <int R, int NV, class T>
   }
 }
 
-template <Part part, int R, class T>
+template <Part part, Part result, int R, class T>
 [[gnu::always_inline]] inline void product_rows(int64_t i, int64_t n, int64_t k, T factor, const Left<T>& a, const T* b,
                                                 int64_t ldb, Into into, T* c, int64_t ldc) {
   const int64_t begin = part == Part::kUpper ? i : 0;
   const int64_t end = part == Part::kLower && i + R < k ? i + R : k;
   const Left<T> rows = {a.data + i * a.row_stride, a.row_stride, a.depth_stride};
+  if (result == Part::kLower && padded<T>(i + R) < n) n = padded<T>(i + R);
   T* target = c + i * ldc;
   int64_t j = 0;
   for (; j + kTileVectors * kWidth<T> <= n; j += kTileVectors * kWidth<T>)
@@ -125,23 +126,24 @@ template <Part part, int R, class T>
 
 }  // namespace detail
 
-// C [m, n] = or += factor * A [m, k] B [k, n]; n is a multiple of kWidth.
-template <Part part = Part::kFull, class T>
+// C [m, n] = or += factor * A [m, k] B [k, n]; n is a multiple of kWidth. `part` is the part of A that counts, and
+// `result` the part of C that is wanted: above it, C may or may not be written.
+template <Part part = Part::kFull, Part result = Part::kFull, class T>
 [[gnu::noinline]] void product(int64_t m, int64_t n, int64_t k, T factor, Left<T> a, const T* b, int64_t ldb, Into into,
                                T* c, int64_t ldc) {
   int64_t i = 0;
   for (; i + detail::kTileRows <= m; i += detail::kTileRows)
-    detail::product_rows<part, detail::kTileRows>(i, n, k, factor, a, b, ldb, into, c, ldc);
+    detail::product_rows<part, result, detail::kTileRows>(i, n, k, factor, a, b, ldb, into, c, ldc);
   static_assert(detail::kTileRows == 4);
   switch (m - i) {
     case 3:
-      detail::product_rows<part, 3>(i, n, k, factor, a, b, ldb, into, c, ldc);
+      detail::product_rows<part, result, 3>(i, n, k, factor, a, b, ldb, into, c, ldc);
       break;
     case 2:
-      detail::product_rows<part, 2>(i, n, k, factor, a, b, ldb, into, c, ldc);
+      detail::product_rows<part, result, 2>(i, n, k, factor, a, b, ldb, into, c, ldc);
       break;
     case 1:
-      detail::product_rows<part, 1>(i, n, k, factor, a, b, ldb, into, c, ldc);
+      detail::product_rows<part, result, 1>(i, n, k, factor, a, b, ldb, into, c, ldc);
       break;
     default:
       break;
