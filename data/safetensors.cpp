@@ -37,6 +37,13 @@ const DTypeRow& row_of(SafeDType dtype) {
   return kDTypes[0];
 }
 
+// Names come from the file: they must not break a message into lines.
+std::string printable(std::string name) {
+  std::replace_if(
+      name.begin(), name.end(), [](unsigned char c) { return c < ' ' || c == 0x7F; }, '?');
+  return name;
+}
+
 // Parses JSON and refuses an object that names a key twice, which the parser alone would let pass.
 Json parse_unique(std::string_view text, const std::string& path) {
   std::vector<std::set<std::string>> keys;
@@ -52,9 +59,9 @@ Json parse_unique(std::string_view text, const std::string& path) {
   try {
     json = Json::parse(text, watch);
   } catch (const Json::exception& error) {
-    throw_user_error(path, ": the header is not valid JSON: ", error.what());
+    throw_user_error(path, ": the header is not valid JSON: ", printable(error.what()));
   }
-  if (!twice.empty()) throw_user_error(path, ": the header names '", twice, "' twice");
+  if (!twice.empty()) throw_user_error(path, ": the header names '", printable(twice), "' twice");
   if (!json.is_object()) throw_user_error(path, ": the header must be a JSON object");
   return json;
 }
@@ -145,15 +152,15 @@ std::map<std::string, SafeTensor> parse_safetensors_header(std::span<const std::
   for (const auto& [name, entry] : json.items()) {
     if (name == "__metadata__") continue;
     std::pair<int64_t, int64_t> range;
-    tensors[name] = parse_tensor(entry, payload, path + ": tensor '" + name + "'", range);
+    tensors[name] = parse_tensor(entry, payload, path + ": tensor '" + printable(name) + "'", range);
     ranges.emplace_back(range, name);
   }
   std::sort(ranges.begin(), ranges.end());
   int64_t end = 0;
   for (const auto& [range, name] : ranges) {
-    if (range.first < end) throw_user_error(path, ": tensor '", name, "' overlaps the one before it");
+    if (range.first < end) throw_user_error(path, ": tensor '", printable(name), "' overlaps the one before it");
     if (range.first > end)
-      throw_user_error(path, ": ", range.first - end, " bytes before tensor '", name, "' belong to none");
+      throw_user_error(path, ": ", range.first - end, " bytes before tensor '", printable(name), "' belong to none");
     end = range.second;
   }
   if (end != static_cast<int64_t>(payload.size()))
@@ -183,7 +190,7 @@ SafetensorsFolder::SafetensorsFolder(const std::string& directory) : directory_(
     std::set<std::string> files;
     for (const auto& [name, file] : json.at("weight_map").items()) {
       if (!file.is_string() || file.get<std::string>().find('/') != std::string::npos)
-        throw_user_error(index, ": tensor '", name, "': ", file.dump(), " is no file of this folder");
+        throw_user_error(index, ": tensor '", printable(name), "': ", file.dump(), " is no file of this folder");
       file_of[name] = file.get<std::string>();
       files.insert(file_of[name]);
     }
@@ -196,11 +203,11 @@ SafetensorsFolder::SafetensorsFolder(const std::string& directory) : directory_(
   for (const SafetensorsFile& file : files_) {
     for (const auto& [name, tensor] : file.tensors()) {
       if (!tensors_.emplace(name, &tensor).second)
-        throw_user_error(file.path(), ": tensor '", name, "' stands in another file too");
+        throw_user_error(file.path(), ": tensor '", printable(name), "' stands in another file too");
     }
   }
   for (const auto& [name, file] : file_of)
-    if (!find(name)) throw_user_error(index, ": tensor '", name, "' is not in ", file);
+    if (!find(name)) throw_user_error(index, ": tensor '", printable(name), "' is not in ", printable(file));
 }
 
 const SafeTensor* SafetensorsFolder::find(const std::string& name) const {

@@ -303,7 +303,7 @@ TEST(Tokenize, FullAndReadOnlyOutputFoldersAreReported) {
             "cannot create the folder " + (disk / "out.tmp") + ": Read-only file system");
 }
 
-TEST(OrderedPool, GivesOutputsAndErrorsInOrder) {
+TEST(OrderedPool, ThreadsGiveOutputsAndErrorsInOrder) {
   std::atomic<int> done = 0;
   OrderedPool<int, int> pool(3, [&](int value) {
     std::this_thread::sleep_for(std::chrono::microseconds(value * 37 % 500));
@@ -318,7 +318,7 @@ TEST(OrderedPool, GivesOutputsAndErrorsInOrder) {
   EXPECT_EQ(pool.num_pending(), 30u);
 }
 
-TEST(OrderedPool, EndsWithWorkLeft) {
+TEST(OrderedPool, ThreadsEndWithWorkLeft) {
   for (int round = 0; round < 20; ++round) {
     OrderedPool<int, int> pool(2, [](int value) { return value; });
     for (int value = 0; value < round; ++value) pool.push(value);

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -78,6 +79,7 @@ std::string user_error_of(const std::function<void()>& body) {
 }
 
 int run_in_child(const std::function<void()>& body) {
+  std::fflush(nullptr);  // or the child would print it again
   const pid_t child = ::fork();
   CHECK(child >= 0);
   if (child == 0) {
