@@ -70,12 +70,13 @@ tokenize() {
   "$palimpsest" tokenize --tokenizer "$run/tokenizer.model" --out "$run/shards/held-out" "$run/corpus/held-out"
 }
 
-train() { "$palimpsest" train "$config" run.dir="$run"; }
+train_args=(train "$config" run.dir="$run")
+train() { "$palimpsest" "${train_args[@]}"; }
 
 # Asks the run to save and stop once half of its steps are done, as one would by hand.
 train_first_half() {
-  local half=$(($("$palimpsest" train "$config" run.dir="$run" --print train.steps) / 2))
-  train &
+  local half=$(($("$palimpsest" "${train_args[@]}" --print train.steps) / 2))
+  "$palimpsest" "${train_args[@]}" &
   local child=$!
   while kill -0 $child 2> /dev/null; do
     if [[ -f $run/metrics.jsonl ]] && (($(wc -l < "$run/metrics.jsonl") >= half)); then
