@@ -62,10 +62,10 @@ DeltaRuleInputs DeltaMixer::delta_inputs(const Tensor& convolved, const Tensor& 
   in.k = convolved.columns(H * K, H * K).split_columns(H, K);
   in.v = convolved.columns(2 * H * K, HV * V).split_columns(HV, V);
   if (parts_.beta_rows > 0) in.beta_logit = proj.columns(proj.dim(1) - parts_.beta_rows, parts_.beta_rows);
-  if (parts_.options.decay == Decay::kVector) {
+  if (parts_.dt_bias && parts_.options.decay == Decay::kVector) {
     in.gate_logit = (decay.defined() ? decay : decay_columns(proj)).split_columns(HV, K);
     in.dt_bias = parts_.dt_bias->value.view({HV, K});
-  } else if (parts_.options.decay == Decay::kScalar) {
+  } else if (parts_.dt_bias) {
     in.gate_logit = decay.defined() ? decay : decay_columns(proj);
     in.dt_bias = parts_.dt_bias->value;
   }
