@@ -6,6 +6,9 @@ namespace palimpsest {
 
 namespace {
 
+bool has_gate_tensors(const DeltaRuleOptions& options) {
+  return options.decay != Decay::kNone && options.gate != Gate::kFixed;
+}
 bool has_decay(const DeltaRuleOptions& options) {
   return options.decay != Decay::kNone;
 }
@@ -52,10 +55,10 @@ DType check_inputs(const Stream& stream, const DeltaRuleInputs& in, const DeltaR
   check_tensor("k", in.k, dtype, {s.N, s.H, s.K});
   check_tensor("v", in.v, dtype, {s.N, s.HV, s.V});
   check_presence("beta_logit", in.beta_logit, has_delta(options), dtype, {s.N, s.HV});
-  check_presence("gate_logit", in.gate_logit, has_decay(options), dtype, gate_shape(s, options.decay));
-  check_presence("A_log", in.A_log, has_decay(options), parameters, {s.HV});
-  check_presence("dt_bias", in.dt_bias, has_decay(options), parameters, dt_bias_shape(s, options.decay));
-  if (has_decay(options)) {
+  check_presence("gate_logit", in.gate_logit, has_gate_tensors(options), dtype, gate_shape(s, options.decay));
+  check_presence("A_log", in.A_log, has_gate_tensors(options), parameters, {s.HV});
+  check_presence("dt_bias", in.dt_bias, has_gate_tensors(options), parameters, dt_bias_shape(s, options.decay));
+  if (has_gate_tensors(options)) {
     check_contiguous("A_log", in.A_log);
     check_contiguous("dt_bias", in.dt_bias);
   }
@@ -129,6 +132,8 @@ void check_delta_rule_supported(Device device, const DeltaRuleShape& s, const De
   const int64_t C = options.chunk_size;
   if (C != 16 && C != 32 && C != 64)
     throw_user_error("delta rule on ", where, ": chunk size ", C, " is not supported; supported are 16, 32 and 64");
+  if (options.gate == Gate::kFixed && options.decay != Decay::kScalar)
+    throw_user_error("delta rule: the fixed gate needs scalar decay");
   if (has_decay(options) && options.gate == Gate::kBounded && !(options.gate_lower_bound < 0))
     throw_user_error("delta rule: gate_lower_bound ", options.gate_lower_bound, " must be below 0");
   if (has_delta(options) && !(options.beta_scale > 0))
@@ -172,10 +177,10 @@ void delta_rule_backward(Stream& stream, const DeltaRuleGrads& grads, const Tens
   check_tensor("dk", grads.dk, dtype, {s.N, s.H, s.K});
   check_tensor("dv", grads.dv, dtype, {s.N, s.HV, s.V});
   check_presence("dbeta_logit", grads.dbeta_logit, has_delta(options), dtype, {s.N, s.HV});
-  check_presence("dgate_logit", grads.dgate_logit, has_decay(options), dtype, gate_shape(s, options.decay));
-  check_presence("dA_log", grads.dA_log, has_decay(options), parameters, {s.HV});
-  check_presence("ddt_bias", grads.ddt_bias, has_decay(options), parameters, dt_bias_shape(s, options.decay));
-  if (has_decay(options)) {
+  check_presence("dgate_logit", grads.dgate_logit, has_gate_tensors(options), dtype, gate_shape(s, options.decay));
+  check_presence("dA_log", grads.dA_log, has_gate_tensors(options), parameters, {s.HV});
+  check_presence("ddt_bias", grads.ddt_bias, has_gate_tensors(options), parameters, dt_bias_shape(s, options.decay));
+  if (has_gate_tensors(options)) {
     check_contiguous("dA_log", grads.dA_log);
     check_contiguous("ddt_bias", grads.ddt_bias);
   }

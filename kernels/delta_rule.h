@@ -20,6 +20,7 @@ enum class DeltaRule : uint8_t { kOff, kOn };
 enum class Gate : uint8_t {
   kSoftplus,  // g = -exp(A_log) * softplus(gate_logit + dt_bias)
   kBounded,   // g = gate_lower_bound * sigmoid(exp(A_log) * (gate_logit + dt_bias))
+  kFixed,  // RetNet: g = log(1 - 2^(-5 - h)) of head h, scalar decay, nothing to learn: no gate_logit, A_log, dt_bias
 };
 
 // Two ways to compute the same values. The recurrence goes token by token and is the plain reference; chunkwise works
@@ -37,6 +38,7 @@ struct DeltaRuleOptions {
   DeltaRule delta_rule = DeltaRule::kOn;
   Gate gate = Gate::kSoftplus;
   double gate_lower_bound = -5.0;  // kBounded only, < 0
+  int64_t first_value_head = 0;    // kFixed only: h of value head 0, where the heads are a part of the model's
   double beta_scale = 1.0;         // beta = beta_scale * sigmoid(beta_logit); 2 allows negative eigenvalues
   bool l2norm_qk = true;           // q, k <- x / sqrt(sum x^2 + l2norm_eps)
   double l2norm_eps = 1e-6;

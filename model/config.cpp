@@ -54,6 +54,14 @@ void validate_gdn(const GdnConfig& gdn) {
   require_conv_size("gdn.conv_size", gdn.conv_size);
 }
 
+void validate_retnet(const RetnetConfig& retnet) {
+  require_positive("retnet.num_heads", retnet.num_heads);
+  require_positive("retnet.head_dim", retnet.head_dim);
+  if (retnet.value_head_dim) require_positive("retnet.value_head_dim", *retnet.value_head_dim);
+  if (retnet.head_dim > kMaxKeySize)
+    throw_user_error("model.retnet.head_dim is ", retnet.head_dim, ", must be at most ", kMaxKeySize);
+}
+
 void validate_mla(const MlaConfig& mla) {
   require_positive("mla.num_heads", mla.num_heads);
   if (mla.q_lora_rank) require_positive("mla.q_lora_rank", *mla.q_lora_rank);
@@ -97,6 +105,7 @@ void validate(const ModelConfig& config) {
   };
   if (uses("kda")) validate_kda(config.kda);
   if (uses("gdn")) validate_gdn(config.gdn);
+  if (uses("retnet")) validate_retnet(config.retnet);
   if (uses("mla")) validate_mla(config.mla);
   if (uses("attention")) validate_attention(config.attention);
   // Unknown kinds are refused by the factory, which knows the list.

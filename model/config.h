@@ -66,6 +66,19 @@ struct GdnConfig {
   }
 };
 
+struct RetnetConfig {
+  int64_t num_heads = 8;
+  int64_t head_dim = 128;
+  std::optional<int64_t> value_head_dim;
+
+  template <class V>
+  void visit(V& v) {
+    v("num_heads", num_heads, "heads");
+    v("head_dim", head_dim, "query and key size of a head");
+    v("value_head_dim", value_head_dim, "value size of a head; null: head_dim");
+  }
+};
+
 struct MlaConfig {
   int64_t num_heads = 8;
   std::optional<int64_t> q_lora_rank;
@@ -132,6 +145,7 @@ struct ModelConfig {
   double initializer_range = 0.02;
   KdaConfig kda;
   GdnConfig gdn;
+  RetnetConfig retnet;
   MlaConfig mla;
   AttentionConfig attention;
   MlpConfig mlp;
@@ -141,13 +155,14 @@ struct ModelConfig {
     v("vocab_size", vocab_size, "rows of the embedding; every token id is below it");
     v("hidden_size", hidden_size, "width of the residual stream");
     v("num_layers", num_layers, "blocks, each a token mixer and a feed-forward");
-    v("layers", layers, "token mixers, repeated over the depth: kda, gdn, mla, attention");
+    v("layers", layers, "token mixers, repeated over the depth: kda, gdn, retnet, mla, attention");
     v("norm_eps", norm_eps, "epsilon of every RMSNorm but MLA's latent norms (1e-6, as published)");
     v("norm", norm, "weight of block, final and q/k norms: plain (w) or one_centred (1 + w)");
     v("tie_embeddings", tie_embeddings, "the head uses the embedding's matrix");
     v("initializer_range", initializer_range, "standard deviation of the initial weights");
     v("kda", kda, "Kimi Delta Attention");
     v("gdn", gdn, "Gated DeltaNet");
+    v("retnet", retnet, "RetNet");
     v("mla", mla, "multi-head latent attention");
     v("attention", attention, "softmax attention");
     v("mlp", mlp, "feed-forward");

@@ -5,6 +5,7 @@
 #include "model/gated_deltanet.h"
 #include "model/kda.h"
 #include "model/mla.h"
+#include "model/retnet.h"
 
 namespace palimpsest {
 
@@ -25,6 +26,7 @@ struct MixerKind {
 constexpr MixerKind kMixers[] = {
     {"kda", make_kda},
     {"gdn", make_gated_deltanet},
+    {"retnet", make_retnet},
     {"mla", make<Mla>},
     {"attention", make<Attention>},
 };

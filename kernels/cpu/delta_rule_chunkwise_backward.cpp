@@ -396,6 +396,7 @@ class ChunkBackward {
   }
 
   void store_gate_gradients() {
+    if (!head_.gate.has_gradient()) return;
     std::fill_n(b_.ddt_bias, W, T(0));
     const int64_t channels = head_.gate.channels();
     for (int64_t i = 0; i < n_; ++i) {

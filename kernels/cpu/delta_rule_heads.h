@@ -141,16 +141,25 @@ class HeadGate {
   HeadGate(const DeltaRuleInputs& in, const DeltaRuleOptions& options, int64_t value_head)
       : bounded_(options.gate == Gate::kBounded), lower_bound_(static_cast<T>(options.gate_lower_bound)) {
     if (options.decay == Decay::kNone) return;
+    if (options.gate == Gate::kFixed) {
+      W_ = 1;
+      fixed_g_ =
+          static_cast<T>(std::log1p(-std::exp2(-5.0 - static_cast<double>(options.first_value_head + value_head))));
+      return;
+    }
     W_ = in.dt_bias.row_size();
     rate_ = std::exp(in.A_log.data<T>()[value_head]);
     dt_bias_ = in.dt_bias.data<T>() + value_head * W_;
   }
   int64_t channels() const { return W_; }
+  bool has_gradient() const { return dt_bias_ != nullptr; }
 
   void forward(const T* __restrict logit, T* __restrict g) const {
     const T* __restrict bias = dt_bias_;
     const T rate = rate_, bound = lower_bound_;
-    if (bounded_) {
+    if (!has_gradient()) {
+      std::fill_n(g, W_, fixed_g_);
+    } else if (bounded_) {
 #pragma omp simd
       for (int64_t c = 0; c < W_; ++c) g[c] = bound * vector_sigmoid(rate * (logit[c] + bias[c]));
     } else {
@@ -188,7 +197,8 @@ class HeadGate {
   bool bounded_;
   T lower_bound_;
   int64_t W_ = 0;
-  T rate_ = 0;  // exp(A_log)
+  T rate_ = 0;     // exp(A_log)
+  T fixed_g_ = 0;  // of the fixed gate
   const T* dt_bias_ = nullptr;
 };
 

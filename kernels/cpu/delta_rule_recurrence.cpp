@@ -173,7 +173,7 @@ void reverse_token(const DocumentHead<T>& head, BackwardBuffers<T>& b, const Doc
     grads.dbeta_logit[t][0] = dbeta * token.beta * vector_sigmoid(-head.beta_logit[t][0]);
   }
   std::copy_n(b.de, V, grads.dv[t]);
-  if (head.gate.channels() > 0) {
+  if (head.gate.has_gradient()) {
     for (int64_t c = 0; c < K; ++c) b.dg[c] = dot(V, decayed + c * V, b.dstate + c * V);
     if (head.gate.channels() == 1) b.dg[0] = lane_sum<T>(K, [&b](int64_t c) { return b.dg[c]; });
     std::fill_n(b.ddt_bias, head.gate.channels(), T(0));
