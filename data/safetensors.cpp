@@ -194,7 +194,7 @@ SafetensorsFolder::SafetensorsFolder(const std::string& directory) : directory_(
       file_of[name] = file.get<std::string>();
       files.insert(file_of[name]);
     }
-    for (const std::string& file : files) files_.emplace_back(directory + "/" + file);
+    for (const std::string& file : files) files_.emplace_back(std::string(directory).append("/").append(file));
   } else if (path_exists(single)) {
     files_.emplace_back(single);
   } else {

@@ -290,7 +290,7 @@ TEST(Hdf5File, FullDiskIsReportedAndFreedAgain) {
   };
   // Too much data; then data that fit and metadata that do not, which fails while the file is closed.
   for (const auto& [elements, groups] : {std::pair<int64_t, int>{1 << 20, 0}, {200000, 400}}) {
-    EXPECT_EQ(user_error_of([&] { fill_with(elements, groups); }),
+    EXPECT_EQ(user_error_of([&, elements = elements, groups = groups] { fill_with(elements, groups); }),
               "cannot write " + (disk / "a.h5") + ": No space left on device");
     remove_file(disk / "a.h5");
     EXPECT_EQ(free_bytes(disk.path()), empty);
@@ -342,6 +342,7 @@ TEST(Hdf5File, ServesReadersWhileAnotherThreadWrites) {
   });
   const Hdf5File shared = Hdf5File::open(folder / "data.h5");
   std::vector<std::thread> readers;
+  readers.reserve(3);
   for (int reader = 0; reader < 3; ++reader)
     readers.emplace_back([&] {
       for (int round = 0; round < 50; ++round) {

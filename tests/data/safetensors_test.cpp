@@ -96,7 +96,7 @@ TEST(Safetensors, EveryFaultOfAHeaderIsNamed) {
   const std::string path = folder / "a.safetensors";
   const auto error_of_bytes = [&](const std::string& bytes) {
     write_file(path, bytes);
-    const std::string message = user_error_of([&] { SafetensorsFile file(path); });
+    std::string message = user_error_of([&] { SafetensorsFile file(path); });
     EXPECT_EQ(message.find(path + ": "), 0u) << message;
     return message;
   };
@@ -189,6 +189,7 @@ TEST(Safetensors, AFolderIsOneFileOrAnIndexOfShards) {
   EXPECT_NE(user_error_of([&] { SafetensorsFolder model(folder.path()); }).find("holds neither"), std::string::npos);
   const auto put = [&](const std::string& file, const std::vector<std::string>& names) {
     std::vector<NamedSafeTensor> tensors;
+    tensors.reserve(names.size());
     for (const std::string& name : names) tensors.push_back({name, tensor_of(SafeDType::kF32, {2}, values)});
     write_safetensors(folder / file, tensors, {});
   };

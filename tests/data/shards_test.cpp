@@ -119,7 +119,7 @@ TEST(Shards, TheWriterRefusesIdsOutsideTheVocabulary) {
   for (const auto& [vocab_size, id] : {std::pair<int64_t, int32_t>{65536, 65536}, {100000, 100000}, {258, -1}}) {
     ShardWriter writer(folder / "out", {vocab_size, "test", "0", 0, 1});
     writer.begin_document();
-    const std::string message = user_error_of([&] { writer.append(std::vector<int32_t>{5, id}); });
+    const std::string message = user_error_of([&, id = id] { writer.append(std::vector<int32_t>{5, id}); });
     EXPECT_NE(message.find("token 2 would be " + std::to_string(id)), std::string::npos) << message;
     EXPECT_NE(message.find("vocabulary of " + std::to_string(vocab_size)), std::string::npos) << message;
   }

@@ -75,7 +75,7 @@ Documents tokenized(const TempDirectory& folder, const std::string& name, const 
 std::string error_of(const TempDirectory& folder, const std::string& name, const std::string& content,
                      const std::string& split = "") {
   write_file(folder / name, content);
-  const std::string message = user_error_of([&] {
+  std::string message = user_error_of([&] {
     TokenizeOptions options;
     options.corpus.inputs = {folder / name};
     options.corpus.split = split;
@@ -147,7 +147,7 @@ TEST(Tokenize, BadJsonLinesAreNamedWithFileAndLine) {
   const TempDirectory folder;
   const std::string good = "{\"text\": \"fine\"}\n";
   const auto error_at_line_3 = [&](const std::string& line) {
-    const std::string message = error_of(folder, "a.jsonl", good + "\n" + line + "\n" + good);
+    std::string message = error_of(folder, "a.jsonl", good + "\n" + line + "\n" + good);
     EXPECT_EQ(message.find((folder / "a.jsonl") + ":3: "), 0u) << message;
     return message;
   };

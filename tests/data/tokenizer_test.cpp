@@ -160,6 +160,7 @@ TEST(SentencePiece, EncodesFromSeveralThreads) {
   const std::string text = invented_text();
   const std::vector<int32_t> expected = tokenizer->encode(text);
   std::vector<std::thread> threads;
+  threads.reserve(3);
   for (int i = 0; i < 3; ++i) threads.emplace_back([&] { EXPECT_EQ(tokenizer->encode(text), expected); });
   for (std::thread& thread : threads) thread.join();
 }
