@@ -151,6 +151,7 @@ CheckpointWriter::~CheckpointWriter() {
 
 void CheckpointWriter::save(CheckpointHeader header) {
   wait();
+  std::erase(damaged_, header.state.step);  // written anew
   if (!snapshot_) {
     finished_.push_back(save_one(policy_, header, blocks_, damaged_));
     return;

@@ -1,0 +1,98 @@
+#include "tests/support/program.h"
+
+#include <fcntl.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <utility>
+
+#include "kernels/check.h"
+#include "tests/support/files.h"
+
+namespace palimpsest::support {
+
+namespace {
+
+std::string temporary_file() {
+  std::string pattern = "/tmp/palimpsest-output-XXXXXX";
+  const int fd = ::mkstemp(pattern.data());
+  CHECK(fd >= 0, pattern);
+  ::close(fd);
+  return pattern;
+}
+
+std::string take_file(const std::string& path) {
+  std::string content = read_file(path);
+  ::unlink(path.c_str());
+  return content;
+}
+
+// This process's variables with the given ones in place of those of the same name.
+std::vector<std::string> merged(const Environment& added) {
+  std::vector<std::string> result;
+  for (const auto& [name, value] : added) result.push_back(name + "=" + value);
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    const std::string text = *variable;
+    const bool replaced =
+        std::any_of(added.begin(), added.end(), [&](const auto& entry) { return text.starts_with(entry.first + "="); });
+    if (!replaced) result.push_back(text);
+  }
+  return result;
+}
+
+std::vector<char*> pointers_to(std::vector<std::string>& texts) {
+  std::vector<char*> pointers;
+  for (std::string& text : texts) pointers.push_back(text.data());
+  pointers.push_back(nullptr);
+  return pointers;
+}
+
+}  // namespace
+
+RunningProgram::RunningProgram(const std::vector<std::string>& arguments, const Environment& environment)
+    : out_path_(temporary_file()), err_path_(temporary_file()) {
+  std::vector<std::string> words = {PALIMPSEST_BINARY};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  Environment added = environment;
+  added.emplace_back("OMP_NUM_THREADS", "1");
+  std::vector<std::string> variables = merged(added);
+  posix_spawn_file_actions_t actions;
+  CHECK(::posix_spawn_file_actions_init(&actions) == 0, "posix_spawn");
+  ::posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, out_path_.c_str(), O_WRONLY | O_TRUNC, 0600);
+  ::posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, err_path_.c_str(), O_WRONLY | O_TRUNC, 0600);
+  const int error = ::posix_spawn(&pid_, PALIMPSEST_BINARY, &actions, nullptr, pointers_to(words).data(),
+                                  pointers_to(variables).data());
+  ::posix_spawn_file_actions_destroy(&actions);
+  CHECK(error == 0, PALIMPSEST_BINARY, " does not start");
+}
+
+RunningProgram::~RunningProgram() {
+  if (pid_ == 0) return;
+  ::kill(pid_, SIGKILL);
+  wait();
+}
+
+void RunningProgram::signal(int number) const {
+  CHECK(::kill(pid_, number) == 0, "the program has ended");
+}
+
+ProgramResult RunningProgram::wait() {
+  int status = 0;
+  CHECK(::waitpid(std::exchange(pid_, 0), &status, 0) > 0, "no child to wait for");
+  return {.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status),
+          .out = take_file(out_path_),
+          .err = take_file(err_path_)};
+}
+
+ProgramResult run_palimpsest(const std::vector<std::string>& arguments, const Environment& environment) {
+  return RunningProgram(arguments, environment).wait();
+}
+
+bool is_one_line(const std::string& text) {
+  return !text.empty() && std::count(text.begin(), text.end(), '\n') <= 1 && text.find('\n') >= text.size() - 1;
+}
+
+}  // namespace palimpsest::support

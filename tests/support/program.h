@@ -1,0 +1,38 @@
+// Runs the palimpsest binary as a user does.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace palimpsest::support {
+
+struct ProgramResult {
+  int exit_code = 0;  // -signal when a signal ended it
+  std::string out, err;
+};
+
+using Environment = std::vector<std::pair<std::string, std::string>>;
+// `environment` is added to this process's. Threads: one, unless it says otherwise.
+ProgramResult run_palimpsest(const std::vector<std::string>& arguments, const Environment& environment = {});
+
+// A child that goes on; wait() collects it.
+class RunningProgram {
+ public:
+  RunningProgram(const std::vector<std::string>& arguments, const Environment& environment);
+  ~RunningProgram();
+  RunningProgram(const RunningProgram&) = delete;
+  RunningProgram& operator=(const RunningProgram&) = delete;
+
+  void signal(int number) const;
+  ProgramResult wait();
+
+ private:
+  std::string out_path_, err_path_;
+  int pid_ = 0;
+};
+
+// True when the text is one line with its end, or without.
+bool is_one_line(const std::string& text);
+
+}  // namespace palimpsest::support
