@@ -123,4 +123,8 @@ void Dataset::verify() const {
   }
 }
 
+void Dataset::verify_if_small() const {
+  if (num_tokens() <= kVerifiedTokens) verify();
+}
+
 }  // namespace palimpsest

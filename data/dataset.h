@@ -46,6 +46,10 @@ class Dataset {
 
   // Reads every token and compares checksums.
   void verify() const;
+  // The same for a data set of at most this many tokens, which takes a second: damage is then found before anything is
+  // computed or written. A larger one is checked piece by piece as it is read.
+  static constexpr int64_t kVerifiedTokens = int64_t{1} << 28;
+  void verify_if_small() const;
 
  private:
   // Calls body(shard, first token of the shard in the stream) for each shard that overlaps begin .. end - 1.

@@ -19,6 +19,7 @@ std::vector<std::unique_ptr<Dataset>> open_sources(const std::vector<WeightedPat
       throw_user_error(source.path, ": the weight is ", source.weight, ", expected a number above 0");
     const Dataset& dataset = *datasets.emplace_back(std::make_unique<Dataset>(source.path));
     dataset.check_vocabulary(model_vocab_size);
+    dataset.verify_if_small();
     if (dataset.vocabulary() != datasets.front()->vocabulary())
       throw_user_error(source.path, ": made with the tokenizer ", dataset.vocabulary().tokenizer, " (hash ",
                        dataset.vocabulary().tokenizer_hash, "), but ", datasets.front()->path(), " with ",

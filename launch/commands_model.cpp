@@ -65,11 +65,11 @@ int run_command(const EvalArguments& arguments, Console& console) {
 int run_command(const ScoreArguments& arguments, Console& console) {
   const Config config = load_resolved(arguments.config);
   const EvaluationOptions options = evaluation_options(config, arguments.stride);
-  const Dataset dataset(arguments.tokens);
-  dataset.check_vocabulary(config.model.vocab_size);
+  const std::unique_ptr<Dataset> dataset = open_checked_dataset(arguments.tokens, config);
   Workbench bench(config);
   prepare_evaluation(config, bench, console);
-  const Evaluation evaluation = score_to_file(bench.model(), bench.context(), dataset, options, console, arguments.out);
+  const Evaluation evaluation =
+      score_to_file(bench.model(), bench.context(), *dataset, options, console, arguments.out);
   console.info(arguments.out + ": " + to_text(evaluation));
   return kExitSuccess;
 }

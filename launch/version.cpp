@@ -9,7 +9,7 @@ std::string git_hash() {
 }
 
 std::string version_text() {
-  return "palimpsest " + git_hash() + "\n" + mpi_library_version();
+  return "palimpsest " + git_hash() + "\n" + mpi_library_version() + ", " + PALIMPSEST_LIBRARIES;
 }
 
 }  // namespace palimpsest

@@ -170,7 +170,6 @@ std::vector<std::string> remove_old_checkpoints(const std::string& directory, in
 }
 
 void check_room_for_checkpoints(const std::string& directory, int64_t bytes_each, int64_t keep_last) {
-  check_writable(directory, 0);
   const std::vector<CheckpointEntry> entries = list_checkpoints(directory);
   const int64_t held =
       std::count_if(entries.begin(), entries.end(), [](const CheckpointEntry& entry) { return entry.has_manifest; });
@@ -180,6 +179,7 @@ void check_room_for_checkpoints(const std::string& directory, int64_t bytes_each
     throw_user_error(directory, ": ", to_come * bytes_each, " bytes are required (", to_come, " checkpoints of ",
                      bytes_each, ") but ", available,
                      " bytes are free; make room, set run.dir to another place, or lower checkpoint.keep_last");
+  check_writable(directory, 0);  // last: it makes the folder
 }
 
 FileDescriptor lock_checkpoints(const std::string& directory) {

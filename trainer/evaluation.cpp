@@ -32,20 +32,22 @@ void add_losses(Evaluation& evaluation, const Batch& batch, const Tensor& token_
   }
 }
 
+// Removes a file that did not get its final name.
+struct RemovedAtTheEnd {
+  std::string path;
+  ~RemovedAtTheEnd() { try_remove(path); }
+};
+
 // The scores of a stream, written as its windows come.
 class ScoreFile {
  public:
   ScoreFile(const std::string& path, const Dataset& dataset)
-      : path_(path), temporary_(path + ".tmp"), dataset_(dataset), file_(Hdf5File::create(temporary_)) {
+      : path_(path), temporary_{path + ".tmp"}, dataset_(dataset), file_(Hdf5File::create(temporary_.path)) {
     constexpr int64_t kChunkElements = int64_t{1} << 18;
     file_.create_growing_dataset("tokens", Hdf5Type::kI32, kChunkElements);
     file_.create_growing_dataset("logprob", Hdf5Type::kF32, kChunkElements);
     append(std::vector<float>(1, kNoContext));  // the first token of the stream
   }
-  ~ScoreFile() { try_remove(temporary_); }
-  ScoreFile(const ScoreFile&) = delete;
-  ScoreFile& operator=(const ScoreFile&) = delete;
-
   void add(const Batch& batch, const Tensor& token_loss) {
     for (int64_t row = 0; row < batch.num_rows; ++row) {
       // Position i of the row scores token row_begin + i + 1 of the stream.
@@ -63,8 +65,8 @@ class ScoreFile {
   void finish() {
     CHECK(written_ == dataset_.num_tokens(), written_, " of ", dataset_.num_tokens(), " tokens were scored");
     file_.close();
-    sync_file(temporary_);
-    rename_path(temporary_, path_);
+    sync_file(temporary_.path);
+    rename_path(temporary_.path, path_);
   }
 
  private:
@@ -78,7 +80,8 @@ class ScoreFile {
     written_ += static_cast<int64_t>(tokens.size());
   }
 
-  std::string path_, temporary_;
+  std::string path_;
+  RemovedAtTheEnd temporary_;  // before file_, which is closed first
   const Dataset& dataset_;
   Hdf5File file_;
   int64_t written_ = 0;  // tokens of the stream
@@ -152,11 +155,17 @@ ModelInput model_input(Batch& batch) {
           .sequence = {.documents = batch.documents, .positions = view(batch.positions)}};
 }
 
+std::unique_ptr<Dataset> open_checked_dataset(const std::string& path, const Config& config) {
+  auto dataset = std::make_unique<Dataset>(path);
+  dataset->check_vocabulary(config.model.vocab_size);
+  dataset->verify_if_small();
+  return dataset;
+}
+
 std::vector<EvalSet> open_eval_sets(const Config& config) {
   std::vector<EvalSet> sets;
   for (const NamedPath& named : config.data.eval) {
-    sets.push_back({named.name, std::make_unique<Dataset>(named.path)});
-    sets.back().dataset->check_vocabulary(config.model.vocab_size);
+    sets.push_back({named.name, open_checked_dataset(named.path, config)});
   }
   return sets;
 }

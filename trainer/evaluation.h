@@ -47,11 +47,14 @@ Evaluation evaluate(const LanguageModel& model, Context context, const Dataset& 
 // A batch as the model takes it: views of its vectors.
 ModelInput model_input(Batch& batch);
 
+// A data set to be evaluated. Throws a UserError where it cannot be read or does not fit the model.
+std::unique_ptr<Dataset> open_checked_dataset(const std::string& path, const Config& config);
+
 struct EvalSet {
   std::string name;
   std::unique_ptr<Dataset> dataset;
 };
-// data.eval. Throws a UserError where a set cannot be read or does not fit the model.
+// data.eval, each checked.
 std::vector<EvalSet> open_eval_sets(const Config& config);
 
 // Writes <out>: `logprob` [N] f32, the log-probability of each token of the stream, NaN where it has no context, beside

@@ -30,6 +30,7 @@ void import_hf(const std::string& directory, const std::string& out, const std::
   Config config;
   config.run.dir = "runs/imported";
   config.model = model.config;
+  config.data.tokenizer = directory + "/tokenizer.model";
   const std::string yaml = to_yaml(config);
   CheckpointHeader header;
   header.config = yaml;

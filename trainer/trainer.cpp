@@ -31,6 +31,7 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
       total_steps_(total_steps(config_)) {
   // 1. Memory and weights. Nothing is written before both are known to be good.
   Workbench& bench = setup_.bench();
+  resident_before_ = peak_resident_bytes();
   bench.allocate(ParameterUse::kTraining, setup_.plan().regions);
   const RunStart start = start_run(config_, bench, console_);
   state_ = start.state;
@@ -90,6 +91,7 @@ void Trainer::run() {
     report_saves(writer_->take_finished());
   }
   report_saves(writer_->finish());
+  report_memory();
   if (!stop.empty() && state_.step < total_steps_)
     console_.info(
         fmt::format("stopped after step {} of {} by {}; the same command continues", state_.step, total_steps_, stop));
@@ -188,6 +190,12 @@ double Trainer::mfu(double tokens_per_second) {
     warned_of_mfu_ = true;
   }
   return fraction;
+}
+
+void Trainer::report_memory() const {
+  const auto mib = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
+  console_.info(fmt::format("memory: {:.1f} MiB predicted, the process's peak grew by {:.1f} MiB",
+                            mib(setup_.plan().total()), mib(peak_resident_bytes() - resident_before_)));
 }
 
 void train(const Config& config, const std::string& program, Console& console) {

@@ -47,6 +47,7 @@ class Trainer {
   void save();
   void report_saves(const std::vector<FinishedSave>& saves);
   double mfu(double tokens_per_second);
+  void report_memory() const;
 
   RunSetup& setup_;
   const Config& config_;
@@ -55,6 +56,7 @@ class Trainer {
   double begin_seconds_;
   int64_t total_steps_;
   TrainState state_;
+  int64_t resident_before_ = 0;  // the process's peak before the regions were allocated
   double peak_flops_ = 0.0;
   bool warned_of_mfu_ = false;
   std::function<void(const StepMetrics&)> observer_ = [](const StepMetrics&) {};
