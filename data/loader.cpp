@@ -19,7 +19,6 @@ std::vector<std::unique_ptr<Dataset>> open_sources(const std::vector<WeightedPat
       throw_user_error(source.path, ": the weight is ", source.weight, ", expected a number above 0");
     const Dataset& dataset = *datasets.emplace_back(std::make_unique<Dataset>(source.path));
     dataset.check_vocabulary(model_vocab_size);
-    dataset.verify_if_small();
     if (dataset.vocabulary() != datasets.front()->vocabulary())
       throw_user_error(source.path, ": made with the tokenizer ", dataset.vocabulary().tokenizer, " (hash ",
                        dataset.vocabulary().tokenizer_hash, "), but ", datasets.front()->path(), " with ",
@@ -56,6 +55,10 @@ TrainingData::TrainingData(const std::vector<WeightedPath>& sources, int64_t row
       datasets_(open_sources(sources, row_length, model_vocab_size)),
       sampler_(row_sources(sources, datasets_, row_length), seed),
       fingerprint_(fingerprint_of(sources, datasets_, row_length, seed)) {}
+
+void TrainingData::verify_if_small() const {
+  for (const auto& dataset : datasets_) dataset->verify_if_small();
+}
 
 int64_t TrainingData::num_tokens() const {
   int64_t count = 0;

@@ -37,6 +37,7 @@ class TrainingData {
   int64_t count_targets(IndexRange rows) const;  // scored targets of these rows of the run, without reading them
   // Over the contents, weights, seed and row length: equal on every rank, or the ranks do not see the same data.
   uint64_t fingerprint() const { return fingerprint_; }
+  void verify_if_small() const;  // of each data set, see Dataset
 
  private:
   int64_t row_length_;

@@ -71,6 +71,7 @@ RunSetup::RunSetup(const Config& config)
       eval_sets_(open_eval_sets(config)),
       bench_(config) {
   check_same_vocabulary(data_, eval_sets_);
+  data_.verify_if_small();
   plan_ = make_plan();
 }
 
