@@ -17,7 +17,8 @@ std::vector<std::unique_ptr<Dataset>> open_sources(const std::vector<WeightedPat
   for (const WeightedPath& source : sources) {
     if (!(source.weight > 0.0))
       throw_user_error(source.path, ": the weight is ", source.weight, ", expected a number above 0");
-    const Dataset& dataset = *datasets.emplace_back(std::make_unique<Dataset>(source.path));
+    datasets.push_back(std::make_unique<Dataset>(source.path));
+    const Dataset& dataset = *datasets.back();
     dataset.check_vocabulary(model_vocab_size);
     if (dataset.vocabulary() != datasets.front()->vocabulary())
       throw_user_error(source.path, ": made with the tokenizer ", dataset.vocabulary().tokenizer, " (hash ",
