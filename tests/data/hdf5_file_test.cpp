@@ -192,8 +192,10 @@ TEST(Hdf5File, ReadsAttributesOfOtherWriters) {
   EXPECT_EQ(file.read<float>("compressed"), std::vector<float>(1000, 1.5f));
   EXPECT_NE(user_error_of([&] { file.get_int("/", "fixed_text"); }).find("'fixed_text' of '/' should be a whole"),
             std::string::npos);
-  EXPECT_NE(user_error_of([&] { file.read<double>("big_endian"); }).find("element type that is not read here"),
-            std::string::npos);
+  for (int twice = 0; twice < 2; ++twice) {
+    EXPECT_NE(user_error_of([&] { file.read<double>("big_endian"); }).find("element type that is not read here"),
+              std::string::npos);
+  }
 }
 
 TEST(Hdf5File, EqualContentGivesEqualFiles) {
