@@ -7,6 +7,13 @@
 
 namespace palimpsest::support {
 
+// Whether this build is watched by a sanitizer, which takes memory and time of its own.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
 struct ProgramResult {
   int exit_code = 0;  // -signal when a signal ended it
   std::string out, err;
