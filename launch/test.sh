@@ -60,7 +60,7 @@ run_clang_tidy() {
 }
 
 run_fuzzers() {
-  configure build-fuzz -DWITH_CUDA=OFF -DFUZZ=ON -DCMAKE_C_COMPILER=clang -DCMAKE_CXX_COMPILER=clang++
+  configure build-fuzz -DWITH_CUDA=OFF -DFUZZ=ON -DBUILD_TESTING=OFF -DCMAKE_C_COMPILER=clang -DCMAKE_CXX_COMPILER=clang++
   ninja -C build-fuzz fuzzers
   tests/fuzz/run.sh build-fuzz
 }

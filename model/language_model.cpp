@@ -48,8 +48,7 @@ ParameterSpec block_norm(const ModelConfig& config, std::string name) {
 
 }  // namespace
 
-LanguageModel::LanguageModel(const ModelConfig& config, ParameterRegistry& registry)
-    : config_(config), registry_(registry) {
+LanguageModel::LanguageModel(const ModelConfig& config, ParameterRegistry& registry) : config_(config) {
   validate(config);
   const Shape vocab_shape = {config.vocab_size, config.hidden_size};
   embedding_ = &registry.declare({.name = "model.embed_tokens.weight",

@@ -84,7 +84,6 @@ class LanguageModel {
   void project_logits(Context& context, const Tensor& hidden, Tensor logits) const;
 
   ModelConfig config_;
-  ParameterRegistry& registry_;
   std::vector<Block> blocks_;
   Parameter* embedding_ = nullptr;
   Parameter* final_norm_ = nullptr;

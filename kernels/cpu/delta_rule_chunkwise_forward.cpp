@@ -20,7 +20,7 @@ template <class T>
 template <class T, Decay decay, DeltaRule delta>
 void forward_chunks(const DocumentHead<T>& head, ChunkForwardBuffers<T, decay, delta>& b, Matrices source,
                     const ChunkStore<T>& store, HeadRows<T> o, T* final_state) {
-  const auto [C, K, V, Kp, Vp] = b.sizes;
+  const int64_t C = b.sizes.C, K = b.sizes.K, V = b.sizes.V, Kp = b.sizes.Kp, Vp = b.sizes.Vp;
   ChunkInputs<T, decay>& in = b.in;
   ChunkMatrices<T, decay, delta>& matrices = b.matrices;
   load_state(b.sizes, head.initial_state, b.state);
