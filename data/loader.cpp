@@ -142,7 +142,8 @@ void Loader::run() {
 }
 
 StepBatches Loader::read_step(int64_t step) const {
-  const int64_t first = step * options_.sequences_per_step;
+  const int64_t first_row = options_.first_row.value_or(options_.first_step * options_.sequences_per_step);
+  const int64_t first = first_row + (step - options_.first_step) * options_.sequences_per_step;
   StepBatches batches;
   batches.step = step;
   batches.num_targets = data_.count_targets({first, first + options_.sequences_per_step});

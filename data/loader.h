@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -51,7 +52,9 @@ struct LoaderOptions {
   int64_t micro_batch = 1;         // at most so many rows in a batch
   int64_t rank = 0;                // of those that share the rows of a step
   int64_t num_ranks = 1;
-  int64_t first_step = 0;  // the only state: step s trains on the rows s * sequences_per_step and following
+  int64_t first_step = 0;  // step s trains on the rows s * sequences_per_step and following, unless ...
+  // ... the first step is given another row: of a run whose earlier steps had another number of rows.
+  std::optional<int64_t> first_row;
   int64_t steps_ahead = 2;
 };
 

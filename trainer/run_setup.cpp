@@ -39,7 +39,7 @@ int64_t bytes_of_batch(int64_t num_tokens) {
 
 // The longest step's batches that the loader keeps ready, beside the one read and the one in use.
 int64_t loader_bytes(const Config& config) {
-  return (loader_options(config, 0).steps_ahead + 2) * bytes_of_batch(tokens_per_step(config));
+  return (loader_options(config, {}).steps_ahead + 2) * bytes_of_batch(tokens_per_step(config));
 }
 
 // The text of the tokens with document borders, for people to check their data by.
@@ -110,10 +110,11 @@ void RunSetup::print(Console& console) const {
   for (const std::string& notice : schedule_notices(config_.schedule, total_steps(config_))) console.warning(notice);
 }
 
-LoaderOptions loader_options(const Config& config, int64_t first_step) {
+LoaderOptions loader_options(const Config& config, const TrainState& state) {
   return {.sequences_per_step = config.train.sequences_per_step,
           .micro_batch = config.train.micro_batch,
-          .first_step = first_step};
+          .first_step = state.step,
+          .first_row = state.sampler_position};
 }
 
 std::string config_path(const Config& config) {
@@ -127,7 +128,7 @@ std::string checkpoint_path(const Config& config) {
 void dry_run(const Config& config, Console& console) {
   const RunSetup setup(config);
   setup.print(console);
-  Loader loader(setup.data(), loader_options(config, 0));
+  Loader loader(setup.data(), loader_options(config, {}));
   const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(config.data.tokenizer);
   console.info("the first batch\n" + decoded(loader.next().micro_batches.at(0), *tokenizer));
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "data/loader.h"
+#include "trainer/checkpoint_manifest.h"
 #include "trainer/config.h"
 #include "trainer/console.h"
 #include "trainer/evaluation.h"
@@ -44,9 +45,9 @@ class RunSetup {
   MemoryPlan plan_;
 };
 
-LoaderOptions loader_options(const Config& config, int64_t first_step);
-std::string config_path(const Config& config);      // <run.dir>/config.yaml
-std::string checkpoint_path(const Config& config);  // <run.dir>/checkpoints
+LoaderOptions loader_options(const Config& config, const TrainState& state);  // for the steps after `state`
+std::string config_path(const Config& config);                                // <run.dir>/config.yaml
+std::string checkpoint_path(const Config& config);                            // <run.dir>/checkpoints
 
 // --dry-run: prints the setup and the first batch, decoded.
 void dry_run(const Config& config, Console& console);

@@ -68,7 +68,7 @@ void Trainer::run() {
     return;
   }
   const StopSignals signals;
-  Loader loader(setup_.data(), loader_options(config_, state_.step));
+  Loader loader(setup_.data(), loader_options(config_, state_));
   TrainingProgress progress(console_, state_.step, total_steps_);
   const auto minutes = [&] { return (console_.seconds() - begin_seconds_) / 60.0; };
   std::string stop;  // why the run ends before its last step

@@ -60,7 +60,7 @@ Config tiny_run_config(const TempDirectory& root, const std::string& name) {
   config.checkpoint.background = false;
   config.optimizer.lr = 1e-2;
   config.hardware.peak_tflops = 10;
-  if (!path_exists(root / "shards")) write_learnable_shards(root / "shards", 2000);
+  if (!path_exists(root / "shards")) write_learnable_shards(root / "shards", 1500);  // 20 steps reach the second epoch
   if (!path_exists(root / "held_out")) write_learnable_shards(root / "held_out", 300, 2);
   return config;
 }

@@ -265,6 +265,21 @@ TEST(RunStart, FallsBackToTheCheckpointBeforeADamagedOne) {
   EXPECT_EQ(results_of(config), expected);
 }
 
+TEST(RunStart, GoesOnInTheDataWhereItWasWithAnotherNumberOfRows) {
+  const TempDirectory root;
+  Config config = tiny_run_config(root, "run");
+  train_quietly(config);  // 10 steps of 4 rows
+  config.train.steps = 12;
+  config.train.sequences_per_step = 3;
+  const std::string log = train_quietly(config);
+  EXPECT_NE(log.find("train.sequences_per_step was 4 and is now 3"), std::string::npos) << log;
+  CheckpointReader reader(checkpoint_path(config) + "/step-000012");
+  EXPECT_EQ(reader.manifest().header.state.sampler_position, 10 * 4 + 2 * 3);
+  // Targets of exactly the rows 0 to 45.
+  const RunSetup setup(config);
+  EXPECT_EQ(reader.manifest().header.state.tokens, setup.data().count_targets({0, 46}));
+}
+
 TEST(RunStart, AFinishedRunHasNothingToDo) {
   const TempDirectory root;
   const Config config = tiny_run_config(root, "run");
