@@ -180,13 +180,15 @@ double initial_value(const ParameterSpec& spec, uint64_t seed, int64_t global_in
   return 0.0;
 }
 
-void ParameterRegistry::initialize(uint64_t seed, double initializer_range) {
+void ParameterRegistry::initialize(uint64_t seed, double initializer_range,
+                                   const std::function<void(int64_t elements)>& progress) {
   for (const Parameter& parameter : parameters_) {
     if (parameter.value.dtype() == DType::kF64) {
       fill_initial<double>(parameter, seed, initializer_range);
     } else {
       fill_initial<float>(parameter, seed, initializer_range);
     }
+    if (progress) progress(parameter.value.numel());
   }
 }
 

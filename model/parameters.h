@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -119,7 +120,8 @@ class ParameterRegistry {
   void bind(DType dtype, ParameterUse use, Arena& parameters, Arena& gradients, Arena& optimizer);
 
   // Fills the values: a pure function of (seed, parameter name, global element index), drawn in f64 and rounded once.
-  void initialize(uint64_t seed, double initializer_range);
+  // `progress` is told the elements of each parameter that was filled.
+  void initialize(uint64_t seed, double initializer_range, const std::function<void(int64_t elements)>& progress = {});
   void zero_gradients(Stream& stream);
   void zero_optimizer(Stream& stream);
 

@@ -64,9 +64,13 @@ CheckpointReader::CheckpointReader(std::string folder) : folder_(std::move(folde
   }
 }
 
-void CheckpointReader::load(ParameterRegistry& registry, CheckpointContent content) {
+void CheckpointReader::load(ParameterRegistry& registry, CheckpointContent content,
+                            const std::function<void(int64_t bytes)>& progress) {
   check_parameters(registry, content);
-  for (const CheckpointBlock& block : whole_blocks(registry, content)) read(block);
+  for (const CheckpointBlock& block : whole_blocks(registry, content)) {
+    read(block);
+    if (progress) progress(block.tensor.bytes());
+  }
 }
 
 void CheckpointReader::check_parameters(const ParameterRegistry& registry, CheckpointContent content) const {

@@ -28,7 +28,9 @@ class CheckpointReader {
   // Fills the registry's values, and its moments with kWeightsAndOptimizer. A registry of other parameters is a
   // UserError that lists what is missing, extra or of another shape. Weights alone are converted between f32 and f64;
   // optimizer state asks for the same. On CheckpointDamage some of the registry may have been overwritten.
-  void load(ParameterRegistry& registry, CheckpointContent content);
+  // `progress` is told the bytes of each block that was read.
+  void load(ParameterRegistry& registry, CheckpointContent content,
+            const std::function<void(int64_t bytes)>& progress = {});
 
   // The two halves of it, for ranks that hold parts.
   void check_parameters(const ParameterRegistry& registry, CheckpointContent content) const;

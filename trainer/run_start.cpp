@@ -1,6 +1,7 @@
 #include "trainer/run_start.h"
 
 #include <algorithm>
+#include <filesystem>
 
 #include "trainer/checkpoint_folder.h"
 #include "trainer/checkpoint_reader.h"
@@ -10,15 +11,26 @@ namespace palimpsest {
 
 namespace {
 
+Config saved_config(const CheckpointReader& checkpoint) {
+  return parse_config(checkpoint.manifest().header.config, checkpoint.folder());
+}
+
 // "model.kda.num_heads (4 there, 8 here), ..."; empty when the models are equal.
-std::string model_differences(const CheckpointReader& checkpoint, const Config& config) {
-  const Config saved = parse_config(checkpoint.manifest().header.config, checkpoint.folder());
+std::string model_differences(const Config& saved, const Config& config) {
   std::string text;
   for (const ConfigDifference& difference : differences(saved, config))
     if (difference.key.starts_with("model."))
       text += (text.empty() ? "" : ", ") + difference.key + " (" + difference.before + " there, " + difference.after +
               " here)";
   return text;
+}
+
+// Loads behind a progress bar.
+void load(CheckpointReader& checkpoint, Workbench& bench, CheckpointContent content, Console& console) {
+  int64_t bytes = 0;
+  for (const CheckpointBlock& block : whole_blocks(bench.registry(), content)) bytes += block.tensor.bytes();
+  ProgressBar progress(console, "load " + checkpoint.folder(), bytes, "", ProgressBar::Unit::kBytes);
+  checkpoint.load(bench.registry(), content, [&](int64_t read) { progress.add(read); });
 }
 
 void report_skipped(const NewestCheckpoint& newest, Console& console) {
@@ -43,34 +55,36 @@ int64_t newest_step(const Config& config) {
 // Resumes from the checkpoint that `use` is called with.
 class Resume {
  public:
-  Resume(const Config& config, Workbench& bench) : config_(config), bench_(bench) {}
+  Resume(const Config& config, Workbench& bench, Console& console)
+      : config_(config), bench_(bench), console_(console) {}
 
   void operator()(CheckpointReader& checkpoint) {
     const CheckpointHeader& header = checkpoint.manifest().header;
-    notices_ = resume_notices(parse_config(header.config, checkpoint.folder()), config_);
-    checkpoint.load(bench_.registry(), CheckpointContent::kWeightsAndOptimizer);
+    notices_ = resume_notices(saved_config(checkpoint), config_);
+    load(checkpoint, bench_, CheckpointContent::kWeightsAndOptimizer, console_);
     state_ = header.state;
   }
 
-  RunStart finish(const NewestCheckpoint& newest, Console& console) const {
-    report_skipped(newest, console);
-    for (const std::string& notice : notices_) console.warning("resume: " + notice);
-    console.info("resumed from " + *newest.path + " at step " + std::to_string(state_.step));
+  RunStart finish(const NewestCheckpoint& newest) const {
+    report_skipped(newest, console_);
+    for (const std::string& notice : notices_) console_.warning("resume: " + notice);
+    console_.info("resumed from " + *newest.path + " at step " + std::to_string(state_.step));
     return {.state = state_, .damaged_steps = damaged_steps(newest)};
   }
 
  private:
   const Config& config_;
   Workbench& bench_;
+  Console& console_;
   TrainState state_;
   std::vector<std::string> notices_;
 };
 
 // A run that goes on from elsewhere must not leave newer checkpoints of an older course beside its own.
 RunStart resume_from_path(const Config& config, Workbench& bench, Console& console) {
-  Resume resume(config, bench);
+  Resume resume(config, bench, console);
   const NewestCheckpoint newest = use_checkpoint(config.resume, std::ref(resume));
-  RunStart start = resume.finish(newest, console);
+  RunStart start = resume.finish(newest);
   const int64_t in_folder = newest_step(config);
   if (in_folder > start.state.step)
     throw_user_error("resume is ", *newest.path, ", at step ", start.state.step, ", but ", checkpoint_path(config),
@@ -81,8 +95,8 @@ RunStart resume_from_path(const Config& config, Workbench& bench, Console& conso
 void use_other_weights(const Config& config, Workbench& bench, Console& console) {
   std::string other;
   const NewestCheckpoint newest = use_checkpoint(*config.from, [&](CheckpointReader& checkpoint) {
-    other = model_differences(checkpoint, config);
-    checkpoint.load(bench.registry(), CheckpointContent::kWeights);
+    other = model_differences(saved_config(checkpoint), config);
+    load(checkpoint, bench, CheckpointContent::kWeights, console);
   });
   report_skipped(newest, console);
   if (!other.empty()) console.warning("from: the weights were trained as another model: " + other);
@@ -93,7 +107,9 @@ RunStart start_new(const Config& config, Workbench& bench, Console& console) {
   if (config.from) {
     use_other_weights(config, bench, console);
   } else {
-    bench.registry().initialize(static_cast<uint64_t>(config.run.seed), config.model.initializer_range);
+    ProgressBar progress(console, "draw initial weights", bench.registry().num_elements(), "numbers");
+    bench.registry().initialize(static_cast<uint64_t>(config.run.seed), config.model.initializer_range,
+                                [&](int64_t elements) { progress.add(elements); });
   }
   bench.registry().zero_optimizer(bench.stream());
   RunStart start;
@@ -111,20 +127,25 @@ RunStart start_run(const Config& config, Workbench& bench, Console& console) {
     return start_new(config, bench, console);
   }
   if (config.resume != "auto") return resume_from_path(config, bench, console);
-  Resume resume(config, bench);
+  Resume resume(config, bench, console);
   const NewestCheckpoint newest = use_newest_checkpoint(checkpoint_path(config), std::ref(resume));
-  if (newest.path) return resume.finish(newest, console);
+  if (newest.path) return resume.finish(newest);
   report_skipped(newest, console);
   return start_new(config, bench, console);
 }
 
 void load_trained_weights(const Config& config, Workbench& bench, Console& console) {
   const std::string path = config.from.value_or(config.run.dir);
+  std::string tokenizer;
   const NewestCheckpoint newest = use_checkpoint(path, [&](CheckpointReader& checkpoint) {
-    if (const std::string other = model_differences(checkpoint, config); !other.empty())
+    const Config saved = saved_config(checkpoint);
+    if (const std::string other = model_differences(saved, config); !other.empty())
       throw_user_error(checkpoint.folder(), " is of another model: ", other, "; set these as they are there");
-    checkpoint.load(bench.registry(), CheckpointContent::kWeights);
+    tokenizer = saved.data.tokenizer;
+    load(checkpoint, bench, CheckpointContent::kWeights, console);
   });
+  if (std::filesystem::path(tokenizer).filename() != std::filesystem::path(config.data.tokenizer).filename())
+    console.warning("data.tokenizer is " + config.data.tokenizer + ", the model was trained with " + tokenizer);
   report_skipped(newest, console);
   console.info("weights from " + *newest.path);
 }

@@ -80,9 +80,10 @@ TEST(Program, MistypedArgumentsAreNamed) {
 
 // ---- bad input ------------------------------------------------------------------------------------------------------
 
-class BadInput : public testing::Test {
+// A folder with shards and the config of a short run.
+class RunFolder : public testing::Test {
  protected:
-  BadInput() : config_(support::tiny_run_config(root_, "run")), file_(root_ / "config.yaml") {
+  RunFolder() : config_(support::tiny_run_config(root_, "run")), file_(root_ / "config.yaml") {
     write_file(file_, to_yaml(config_));
   }
 
@@ -104,7 +105,9 @@ class BadInput : public testing::Test {
   std::string file_;
 };
 
-// The byte in the middle of the longest run of non-zero bytes stands for a byte of data.
+class BadInput : public RunFolder {};
+class TrainCommand : public RunFolder {};
+
 void flip_a_bit_in_the_middle(const std::string& path) {
   std::string bytes = read_file(path);
   bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 4);
@@ -255,7 +258,7 @@ void wait_for_lines(const Config& config, size_t count) {
   FAIL() << "no metrics after 30 seconds";
 }
 
-TEST_F(BadInput, SignalsSaveAndExitWithZero) {
+TEST_F(TrainCommand, SignalsSaveAndExitWithZero) {
   for (const int signal : {SIGTERM, SIGUSR1}) {
     Config config = config_;
     config.run.dir = root_ / ("signal-" + std::to_string(signal));
@@ -270,7 +273,7 @@ TEST_F(BadInput, SignalsSaveAndExitWithZero) {
   }
 }
 
-TEST_F(BadInput, RepeatedNonFiniteStepsExitWithFour) {
+TEST_F(TrainCommand, RepeatedNonFiniteStepsExitWithFour) {
   const ProgramResult result =
       run_palimpsest({"train", file_, "optimizer.lr=1e30", "optimizer.grad_clip=null", "train.max_skipped_steps=2"});
   EXPECT_EQ(result.exit_code, 4);
@@ -278,7 +281,7 @@ TEST_F(BadInput, RepeatedNonFiniteStepsExitWithFour) {
   EXPECT_NE(result.err.find("the first tensor that went bad"), std::string::npos) << result.err;
 }
 
-TEST_F(BadInput, TrainPrintsOneFieldAndNothingElse) {
+TEST_F(TrainCommand, PrintsOneFieldAndNothingElse) {
   EXPECT_EQ(run_palimpsest({"train", file_, "--print", "train.steps"}).out, "10\n");
   EXPECT_FALSE(path_exists(config_.run.dir));
 }

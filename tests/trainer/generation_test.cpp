@@ -80,9 +80,9 @@ TEST(SampleToken, RefusesWhatMakesNoSense) {
 }
 
 // A tiny hybrid of every mixer with memory for one request.
-class GenerateTest : public testing::Test {
+class Generate : public testing::Test {
  protected:
-  explicit GenerateTest() : config_(support::tiny_config()), bench_(config_) {}
+  Generate() : config_(support::tiny_config()), bench_(config_) {}
 
   std::vector<int32_t> run(const GenerationRequest& request) {
     bench_.allocate(ParameterUse::kInference,
@@ -100,7 +100,7 @@ class GenerateTest : public testing::Test {
   Workbench bench_;
 };
 
-TEST_F(GenerateTest, TakesTheTokensThatTheParallelFormFindsMostLikely) {
+TEST_F(Generate, TakesTheTokensThatTheParallelFormFindsMostLikely) {
   GenerationRequest request = {.max_tokens = 40, .num_ids = 37, .sampling = {.temperature = 0.0}};
   request.prompt = support::random_documents({300}, 37, 1)[0];  // longer than a piece of the prompt
   const std::vector<int32_t> text = run(request);
@@ -120,7 +120,7 @@ TEST_F(GenerateTest, TakesTheTokensThatTheParallelFormFindsMostLikely) {
   }
 }
 
-TEST_F(GenerateTest, StopsAtTheStopTokenAndWithinTheTokenizersIds) {
+TEST_F(Generate, StopsAtTheStopTokenAndWithinTheTokenizersIds) {
   GenerationRequest request = {.prompt = {3}, .max_tokens = 200, .num_ids = 5};
   for (const int32_t token : run(request)) EXPECT_LT(token, 5);
   request.stop = run(request).at(7);
@@ -129,7 +129,7 @@ TEST_F(GenerateTest, StopsAtTheStopTokenAndWithinTheTokenizersIds) {
   for (const int32_t token : stopped) EXPECT_NE(token, *request.stop);
 }
 
-TEST_F(GenerateTest, NoNewTokensAreNone) {
+TEST_F(Generate, NoNewTokensAreNone) {
   EXPECT_TRUE(run({.prompt = {3}, .max_tokens = 0, .num_ids = 37}).empty());
 }
 
