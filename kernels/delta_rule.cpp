@@ -2,33 +2,32 @@
 
 #include <algorithm>
 
+#include "kernels/op_check.h"
+
 namespace palimpsest {
 
 namespace {
 
-bool has_gate_tensors(const DeltaRuleOptions& options) {
+bool has_gate(const DeltaRuleOptions& options) {  // one that reads and trains its tensors
   return options.decay != Decay::kNone && options.gate != Gate::kFixed;
-}
-bool has_decay(const DeltaRuleOptions& options) {
-  return options.decay != Decay::kNone;
 }
 bool has_delta(const DeltaRuleOptions& options) {
   return options.delta_rule == DeltaRule::kOn;
 }
 
-// The tensors whose presence is fixed by the options: `wanted` must be there with this shape, or be absent.
-void check_presence(const char* name, const Tensor& tensor, bool wanted, DType dtype, const Shape& shape) {
+// A tensor that the options call for (rows may be spaced) or rule out.
+void check_presence(const Stream& stream, const char* name, const Tensor& tensor, bool wanted, DType dtype,
+                    const Shape& shape) {
   if (wanted) {
-    check_tensor(name, tensor, dtype, shape);
+    check_operand(stream, name, tensor, dtype, shape);
   } else {
     CHECK(!tensor.defined(), name, " is ", tensor.str(), ", but these options have no such tensor");
   }
 }
 
-void check_optional_state(const char* name, const Tensor& state, DType dtype, const Shape& shape) {
-  if (!state.defined()) return;
-  check_tensor(name, state, dtype, shape);
-  check_contiguous(name, state);
+void check_optional_state(const Stream& stream, const char* name, const Tensor& state, DType dtype,
+                          const Shape& shape) {
+  if (state.defined()) check_contiguous_operand(stream, name, state, dtype, shape);
 }
 
 Shape gate_shape(const DeltaRuleShape& s, Decay decay) {
@@ -41,29 +40,22 @@ Shape state_shape(const DeltaRuleShape& s) {
   return {s.num_documents, s.HV, s.K, s.V};
 }
 
-DType check_inputs(const Stream& stream, const DeltaRuleInputs& in, const DeltaRuleShape& s,
-                   const DeltaRuleOptions& options, const Documents& documents) {
-  const DType dtype = in.q.dtype();
-  for (const Tensor* tensor : {&in.q, &in.k, &in.v})
-    CHECK(tensor->device() == stream.device(), "an input of the delta rule is ", tensor->str(), ", the stream is on ",
-          name_of(stream.device()));
-  CHECK(stream.device() != Device::kCpu || dtype == DType::kF32 || dtype == DType::kF64, "q is ", in.q.str(),
-        ", the CPU computes in f32 or f64");
-  CHECK(documents.num_tokens() == s.N, "documents hold ", documents.num_tokens(), " tokens, q is ", in.q.str());
-  const DType parameters = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  check_tensor("q", in.q, dtype, {s.N, s.H, s.K});
-  check_tensor("k", in.k, dtype, {s.N, s.H, s.K});
-  check_tensor("v", in.v, dtype, {s.N, s.HV, s.V});
-  check_presence("beta_logit", in.beta_logit, has_delta(options), dtype, {s.N, s.HV});
-  check_presence("gate_logit", in.gate_logit, has_gate_tensors(options), dtype, gate_shape(s, options.decay));
-  check_presence("A_log", in.A_log, has_gate_tensors(options), parameters, {s.HV});
-  check_presence("dt_bias", in.dt_bias, has_gate_tensors(options), parameters, dt_bias_shape(s, options.decay));
-  if (has_gate_tensors(options)) {
+void check_inputs(const Stream& stream, const DeltaRuleInputs& in, const DeltaRuleShape& s,
+                  const DeltaRuleOptions& options, const Documents& documents) {
+  const DType dtype = floating_dtype(stream, "q", in.q), parameters = statistics_dtype(dtype);
+  check_operand(stream, "q", in.q, dtype, {s.N, s.H, s.K});
+  check_operand(stream, "k", in.k, dtype, {s.N, s.H, s.K});
+  check_operand(stream, "v", in.v, dtype, {s.N, s.HV, s.V});
+  check_presence(stream, "beta_logit", in.beta_logit, has_delta(options), dtype, {s.N, s.HV});
+  check_presence(stream, "gate_logit", in.gate_logit, has_gate(options), dtype, gate_shape(s, options.decay));
+  check_presence(stream, "A_log", in.A_log, has_gate(options), parameters, {s.HV});
+  check_presence(stream, "dt_bias", in.dt_bias, has_gate(options), parameters, dt_bias_shape(s, options.decay));
+  if (has_gate(options)) {
     check_contiguous("A_log", in.A_log);
     check_contiguous("dt_bias", in.dt_bias);
   }
-  check_optional_state("initial_state", in.initial_state, parameters, state_shape(s));
-  return dtype;
+  check_optional_state(stream, "initial_state", in.initial_state, parameters, state_shape(s));
+  check_covers(documents, "q", s.N);
 }
 
 struct SavedShapes {
@@ -83,13 +75,13 @@ SavedShapes saved_shapes(const DeltaRuleShape& s, const DeltaRuleOptions& option
           .states = {std::max<int64_t>(s.N - 1, 0) / C, s.HV, s.K, s.V}};
 }
 
-void check_saved(const DeltaRuleSaved& saved, DType dtype, const DeltaRuleShape& s, const DeltaRuleOptions& options) {
+void check_saved(const Stream& stream, const DeltaRuleSaved& saved, DType dtype, const DeltaRuleShape& s,
+                 const DeltaRuleOptions& options) {
   const SavedShapes shapes = saved_shapes(s, options);
-  const DType states = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  check_presence("saved m", saved.m, shapes.m, dtype, shapes.matrix);
-  check_presence("saved aqk", saved.aqk, shapes.aqk, dtype, shapes.matrix);
-  check_presence("saved x", saved.x, shapes.all, dtype, shapes.x);
-  check_presence("saved states", saved.states, shapes.all, states, shapes.states);
+  check_presence(stream, "saved m", saved.m, shapes.m, dtype, shapes.matrix);
+  check_presence(stream, "saved aqk", saved.aqk, shapes.aqk, dtype, shapes.matrix);
+  check_presence(stream, "saved x", saved.x, shapes.all, dtype, shapes.x);
+  check_presence(stream, "saved states", saved.states, shapes.all, statistics_dtype(dtype), shapes.states);
   if (shapes.all) check_contiguous("saved states", saved.states);
 }
 
@@ -114,7 +106,7 @@ DeltaRuleSaved allocate_delta_rule_saved(Arena& arena, DType dtype, const DeltaR
   if (shapes.aqk) saved.aqk = arena.allocate(dtype, shapes.matrix);
   if (shapes.all) {
     saved.x = arena.allocate(dtype, shapes.x);
-    saved.states = arena.allocate(dtype == DType::kF64 ? DType::kF64 : DType::kF32, shapes.states);
+    saved.states = arena.allocate(statistics_dtype(dtype), shapes.states);
   }
   return saved;
 }
@@ -134,7 +126,7 @@ void check_delta_rule_supported(Device device, const DeltaRuleShape& s, const De
     throw_user_error("delta rule on ", where, ": chunk size ", C, " is not supported; supported are 16, 32 and 64");
   if (options.gate == Gate::kFixed && options.decay != Decay::kScalar)
     throw_user_error("delta rule: the fixed gate needs scalar decay");
-  if (has_decay(options) && options.gate == Gate::kBounded && !(options.gate_lower_bound < 0))
+  if (options.decay != Decay::kNone && options.gate == Gate::kBounded && !(options.gate_lower_bound < 0))
     throw_user_error("delta rule: gate_lower_bound ", options.gate_lower_bound, " must be below 0");
   if (has_delta(options) && !(options.beta_scale > 0))
     throw_user_error("delta rule: beta_scale ", options.beta_scale, " must be above 0");
@@ -142,51 +134,43 @@ void check_delta_rule_supported(Device device, const DeltaRuleShape& s, const De
     throw_user_error("delta rule: l2norm_eps ", options.l2norm_eps, " must be above 0");
 }
 
-// Workspace is private to a backend (buffers of its threads here, whole-sequence tensors on a GPU). So the backend is
-// called when the stream is planning as well: it takes its workspace from stream.scratch() and stops there, and what
-// planning counts is what running takes.
-#define DISPATCH_WITH_WORKSPACE(stream, call)                                                               \
-  do {                                                                                                      \
-    CHECK((stream).device() == Device::kCpu, "this build has no ", name_of((stream).device()), " backend"); \
-    cpu::call;                                                                                              \
-  } while (false)
-
 void delta_rule_forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved,
                         const DeltaRuleInputs& in, const DeltaRuleOptions& options, const Documents& documents) {
   const DeltaRuleShape s = delta_rule_shape(in, documents);
+  const DType dtype = in.q.dtype(), parameters = statistics_dtype(dtype);
   check_delta_rule_supported(stream.device(), s, options);
-  const DType dtype = check_inputs(stream, in, s, options, documents);
-  check_tensor("o", out.o, dtype, {s.N, s.HV, s.V});
-  check_optional_state("final_state", out.final_state, dtype == DType::kF64 ? DType::kF64 : DType::kF32,
-                       state_shape(s));
-  check_saved(saved, dtype, s, options);
-  DISPATCH_WITH_WORKSPACE(stream, delta_rule_forward(stream, out, saved, in, options, documents));
+  check_inputs(stream, in, s, options, documents);
+  check_operand(stream, "o", out.o, dtype, {s.N, s.HV, s.V});
+  check_optional_state(stream, "final_state", out.final_state, parameters, state_shape(s));
+  check_saved(stream, saved, dtype, s, options);
+  PALIMPSEST_DISPATCH_ALWAYS(stream, delta_rule_forward(stream, out, saved, in, options, documents));
 }
 
 void delta_rule_backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, const Tensor& d_final_state,
                          const DeltaRuleSaved& saved, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
                          const Documents& documents) {
   const DeltaRuleShape s = delta_rule_shape(in, documents);
+  const DType dtype = in.q.dtype(), parameters = statistics_dtype(dtype);
+  const bool gate = has_gate(options);
   check_delta_rule_supported(stream.device(), s, options);
-  const DType dtype = check_inputs(stream, in, s, options, documents);
-  const DType parameters = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  check_saved(saved, dtype, s, options);
-  check_tensor("d_o", d_o, dtype, {s.N, s.HV, s.V});
-  check_optional_state("d_final_state", d_final_state, parameters, state_shape(s));
-  check_tensor("dq", grads.dq, dtype, {s.N, s.H, s.K});
-  check_tensor("dk", grads.dk, dtype, {s.N, s.H, s.K});
-  check_tensor("dv", grads.dv, dtype, {s.N, s.HV, s.V});
-  check_presence("dbeta_logit", grads.dbeta_logit, has_delta(options), dtype, {s.N, s.HV});
-  check_presence("dgate_logit", grads.dgate_logit, has_gate_tensors(options), dtype, gate_shape(s, options.decay));
-  check_presence("dA_log", grads.dA_log, has_gate_tensors(options), parameters, {s.HV});
-  check_presence("ddt_bias", grads.ddt_bias, has_gate_tensors(options), parameters, dt_bias_shape(s, options.decay));
-  if (has_gate_tensors(options)) {
+  check_inputs(stream, in, s, options, documents);
+  check_saved(stream, saved, dtype, s, options);
+  check_operand(stream, "d_o", d_o, dtype, {s.N, s.HV, s.V});
+  check_optional_state(stream, "d_final_state", d_final_state, parameters, state_shape(s));
+  check_operand(stream, "dq", grads.dq, dtype, {s.N, s.H, s.K});
+  check_operand(stream, "dk", grads.dk, dtype, {s.N, s.H, s.K});
+  check_operand(stream, "dv", grads.dv, dtype, {s.N, s.HV, s.V});
+  check_presence(stream, "dbeta_logit", grads.dbeta_logit, has_delta(options), dtype, {s.N, s.HV});
+  check_presence(stream, "dgate_logit", grads.dgate_logit, gate, dtype, gate_shape(s, options.decay));
+  check_presence(stream, "dA_log", grads.dA_log, gate, parameters, {s.HV});
+  check_presence(stream, "ddt_bias", grads.ddt_bias, gate, parameters, dt_bias_shape(s, options.decay));
+  if (gate) {
     check_contiguous("dA_log", grads.dA_log);
     check_contiguous("ddt_bias", grads.ddt_bias);
   }
-  check_optional_state("d_initial_state", grads.d_initial_state, parameters, state_shape(s));
-  DISPATCH_WITH_WORKSPACE(stream,
-                          delta_rule_backward(stream, grads, d_o, d_final_state, saved, in, options, documents));
+  check_optional_state(stream, "d_initial_state", grads.d_initial_state, parameters, state_shape(s));
+  PALIMPSEST_DISPATCH_ALWAYS(stream,
+                             delta_rule_backward(stream, grads, d_o, d_final_state, saved, in, options, documents));
 }
 
 }  // namespace palimpsest

@@ -36,9 +36,15 @@ class Stream {
   static_assert(true, "an op declaration ends with a semicolon")
 
 // Runs `call` on the backend of the stream, or nothing when the stream is planning.
-#define PALIMPSEST_DISPATCH(stream, call)                                        \
+#define PALIMPSEST_DISPATCH(stream, call)                                  \
+  do {                                                                     \
+    if (!(stream).is_planning()) PALIMPSEST_DISPATCH_ALWAYS(stream, call); \
+  } while (false)
+
+// The same for backends that size their own workspace: they are called when the stream is planning too, take the
+// workspace from stream.scratch() and stop there.
+#define PALIMPSEST_DISPATCH_ALWAYS(stream, call)                                 \
   do {                                                                           \
-    if ((stream).is_planning()) break;                                           \
     CHECK((stream).device() == ::palimpsest::Device::kCpu, "this build has no ", \
           ::palimpsest::name_of((stream).device()), " backend");                 \
     cpu::call;                                                                   \
