@@ -284,7 +284,7 @@ class ChunkMatrices {
     for (int64_t tile = 0; tile < in.rows; tile += kTile) {
       for (int64_t i = tile; i < tile + kTile; ++i) {
 #pragma omp simd
-        for (int64_t c = 0; c < C; ++c) {
+        for (int64_t c = 0; c < in.rows; ++c) {
           p[i * C + c] *= in.beta[i];
           n[i * C + c] = -p[i * C + c];
         }
@@ -296,7 +296,7 @@ class ChunkMatrices {
           const T* __restrict above = n + j * C;
           const T weight = p[i * C + j];
 #pragma omp simd
-          for (int64_t c = 0; c < C; ++c) row[c] -= weight * above[c];
+          for (int64_t c = 0; c < in.rows; ++c) row[c] -= weight * above[c];
         }
       }
     }
@@ -359,85 +359,5 @@ class ChunkMatrices {
 
   T* transposed_;  // [Kp, C]
 };
-
-// ---- what is kept of a chunk ----
-
-// Where the matrices, X and entry states of one document and head are kept: in the saved tensors, in workspace, or,
-// null, nowhere. Rows count from the document's first token.
-template <class T>
-struct ChunkStore {
-  HeadRows<T> m, aqk;   // rows of C
-  HeadRows<T> x;        // rows of V
-  T* states = nullptr;  // [K, V] at the start of the document's second, third .. chunk
-  int64_t state_stride = 0;
-
-  T* state(int64_t chunk) const { return states + (chunk - 1) * state_stride; }
-};
-
-enum class Matrices : uint8_t { kCompute, kLoad };
-
-// Working memory of one chunk of forward. Backward has the same and more.
-template <class T, Decay decay, DeltaRule delta>
-struct ChunkForwardBuffers {
-  ChunkSizes sizes;
-  ChunkInputs<T, decay> in;
-  ChunkMatrices<T, decay, delta> matrices;
-  T* state;   // [Kp, Vp]
-  T *x, *br;  // [C, Vp]
-  T* o;       // [C, Vp]
-
-  ChunkForwardBuffers(Carver<T>& carver, const ChunkSizes& chunk_sizes)
-      : sizes(chunk_sizes),
-        in(carver, chunk_sizes),
-        matrices(carver, chunk_sizes),
-        state(carver.take(chunk_sizes.Kp * chunk_sizes.Vp)),
-        x(carver.take(chunk_sizes.C * chunk_sizes.Vp)),
-        br(carver.take(chunk_sizes.C * chunk_sizes.Vp)),
-        o(carver.take(chunk_sizes.C * chunk_sizes.Vp)) {}
-};
-
-// One document and head forward: fills what `store` has room for, and o and the final state unless they are null.
-// Matrices::kLoad takes the chunk matrices from the store instead.
-template <class T, Decay decay, DeltaRule delta>
-void forward_chunks(const DocumentHead<T>& head, ChunkForwardBuffers<T, decay, delta>& buffers, Matrices matrices,
-                    const ChunkStore<T>& store, HeadRows<T> o, T* final_state);
-
-// Calls run.template operator()<decay, delta>() for the options' kind.
-template <class Run>
-void with_kind(const DeltaRuleOptions& options, Run run) {
-  const auto with_delta = [&]<Decay decay>() {
-    if (options.delta_rule == DeltaRule::kOn) {
-      run.template operator()<decay, DeltaRule::kOn>();
-    } else {
-      run.template operator()<decay, DeltaRule::kOff>();
-    }
-  };
-  switch (options.decay) {
-    case Decay::kNone:
-      with_delta.template operator()<Decay::kNone>();
-      break;
-    case Decay::kScalar:
-      with_delta.template operator()<Decay::kScalar>();
-      break;
-    case Decay::kVector:
-      with_delta.template operator()<Decay::kVector>();
-      break;
-  }
-}
-
-// The saved tensors as the store of one document and head. A document whose first token is b has its states from slot
-// b / C on: the (L - 1) / C states of L tokens end before the slot of the next document.
-template <class T>
-ChunkStore<T> saved_store(const DeltaRuleSaved& saved, int64_t chunk_size, int64_t first_token, int64_t value_head) {
-  ChunkStore<T> store;
-  if (saved.m.defined()) store.m = HeadRows<T>(saved.m, value_head).from(first_token);
-  if (saved.aqk.defined()) store.aqk = HeadRows<T>(saved.aqk, value_head).from(first_token);
-  if (saved.x.defined()) store.x = HeadRows<T>(saved.x, value_head).from(first_token);
-  if (saved.states.defined()) {
-    store.states = state_of<T>(saved.states, first_token / chunk_size, value_head);
-    store.state_stride = saved.states.row_size();
-  }
-  return store;
-}
 
 }  // namespace palimpsest::cpu

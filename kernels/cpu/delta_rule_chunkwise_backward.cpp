@@ -23,7 +23,7 @@
 //   C_j = k_j kc_j of a level, rows j of first halves                      segment (j, r]
 //
 // Nothing is subtracted, and with S0 = 0 the dg of a document's first token is exactly 0.
-#include "kernels/cpu/delta_rule_chunk.h"
+#include "kernels/cpu/delta_rule_chunk_forward.h"
 #include "kernels/cpu/delta_rule_forms.h"
 
 namespace palimpsest::cpu {
@@ -139,8 +139,10 @@ class ChunkBackward {
         differentiate_scores();
       }
       if constexpr (decay != Decay::kNone) {
-        scan_dg();
-        store_gate_gradients();
+        if (head_.gate.has_gradient()) {
+          scan_dg();
+          store_gate_gradients();
+        }
       }
       store_qk_gradients();
       advance_state();
@@ -164,9 +166,9 @@ class ChunkBackward {
     if constexpr (decay == Decay::kScalar) {
       matrices_.compute_scores(in_);  // P is not kept
     } else {
-      load_rows<T>(n_, C, {store_.aqk[first_], store_.aqk.stride}, rows, C, matrices_.aqk);
+      load_rows<T>(n_, rows, {store_.aqk[first_], store_.aqk.stride}, rows, C, matrices_.aqk);
     }
-    if constexpr (kDelta) load_rows<T>(n_, C, {store_.m[first_], store_.m.stride}, rows, C, matrices_.n);
+    if constexpr (kDelta) load_rows<T>(n_, rows, {store_.m[first_], store_.m.stride}, rows, C, matrices_.n);
     load_rows(n_, V, grads_.d_o.from(first_), rows, Vp, b_.d_o);
     for (int64_t i = 0; i < n_ * Vp; ++i) b_.d_o[i] *= head_.scale;
   }
@@ -301,15 +303,15 @@ class ChunkBackward {
             dk[c] += factor[c] * part_a[c];
             use[c] = level_k[c] * part_a[c];
           }
-        } else {
+          continue;
+        }
 #pragma omp simd
-          for (int64_t c = 0; c < Kp; ++c) {
-            dq[c] += factor[c] * part_a[c];
-            use[c] = level_q[c] * part_a[c];
-            if constexpr (kDelta) {
-              dk[c] += factor[c] * part_p[c];
-              use[c] += level_k[c] * part_p[c];
-            }
+        for (int64_t c = 0; c < Kp; ++c) {
+          dq[c] += factor[c] * part_a[c];
+          use[c] = level_q[c] * part_a[c];
+          if constexpr (kDelta) {
+            dk[c] += factor[c] * part_p[c];
+            use[c] += level_k[c] * part_p[c];
           }
         }
       }
@@ -396,7 +398,6 @@ class ChunkBackward {
   }
 
   void store_gate_gradients() {
-    if (!head_.gate.has_gradient()) return;
     std::fill_n(b_.ddt_bias, W, T(0));
     const int64_t channels = head_.gate.channels();
     for (int64_t i = 0; i < n_; ++i) {

@@ -128,10 +128,10 @@ void normalise_row_backward(const DeltaRuleOptions& options, int64_t K, T factor
   if (write == Write::kAdd) {
 #pragma omp simd
     for (int64_t c = 0; c < K; ++c) dx[c] += factor * (dnormalised[c] - normalised[c] * along);
-  } else {
-#pragma omp simd
-    for (int64_t c = 0; c < K; ++c) dx[c] = factor * (dnormalised[c] - normalised[c] * along);
+    return;
   }
+#pragma omp simd
+  for (int64_t c = 0; c < K; ++c) dx[c] = factor * (dnormalised[c] - normalised[c] * along);
 }
 
 // The gate of one value head: log decays g from raw logits, W = K (vector) or 1 (scalar) channels, 0 without decay.
@@ -159,13 +159,15 @@ class HeadGate {
     const T rate = rate_, bound = lower_bound_;
     if (!has_gradient()) {
       std::fill_n(g, W_, fixed_g_);
-    } else if (bounded_) {
+      return;
+    }
+    if (bounded_) {
 #pragma omp simd
       for (int64_t c = 0; c < W_; ++c) g[c] = bound * vector_sigmoid(rate * (logit[c] + bias[c]));
-    } else {
-#pragma omp simd
-      for (int64_t c = 0; c < W_; ++c) g[c] = -rate * vector_softplus(logit[c] + bias[c]);
+      return;
     }
+#pragma omp simd
+    for (int64_t c = 0; c < W_; ++c) g[c] = -rate * vector_softplus(logit[c] + bias[c]);
   }
 
   // dlogit of one token from its g and dg; adds to the sum over tokens ddt_bias [W] and returns the share of dA_log.

@@ -14,17 +14,19 @@ class DeltaRuleGradient : public ::testing::TestWithParam<std::tuple<Decay, Delt
 
 void expect_gradients_match(DeltaRuleCase c) {
   const NamedArrays results = support::run_delta_rule(c, DType::kF64);
-  for (const auto& [name, values] : DeltaRuleCase(c).in) {
+  const NamedArrays inputs = c.in;
+  for (const auto& input : inputs) {
+    const std::string& name = input.first;
     if (name.rfind("grad_", 0) == 0) continue;
     const support::OwnedTensor x(DType::kF64, c.shape_of(name)), dx(DType::kF64, c.shape_of(name));
-    support::set_values(x, values);
+    support::set_values(x, input.second);
     support::set_values(dx, results.at("grad." + name));
     const auto loss = [&] {
       c.in[name] = support::values_of(x);
       return support::delta_rule_loss(c);
     };
     EXPECT_TRUE(support::gradient_matches(loss, x, dx, 1e-8, 40)) << name;
-    c.in[name] = values;
+    c.in[name] = input.second;
   }
 }
 
