@@ -69,6 +69,8 @@ INSTANTIATE_TEST_SUITE_P(Kinds, DeltaRuleGradient,
                          ::testing::Combine(::testing::Values(Decay::kScalar, Decay::kVector),
                                             ::testing::Values(DeltaRule::kOff, DeltaRule::kOn),
                                             ::testing::Values(Gate::kSoftplus, Gate::kBounded)));
+INSTANTIATE_TEST_SUITE_P(Fixed, DeltaRuleGradient,
+                         ::testing::Values(std::tuple(Decay::kScalar, DeltaRule::kOff, Gate::kFixed)));
 INSTANTIATE_TEST_SUITE_P(Ungated, DeltaRuleGradient,
                          ::testing::Combine(::testing::Values(Decay::kNone),
                                             ::testing::Values(DeltaRule::kOff, DeltaRule::kOn),

@@ -167,6 +167,7 @@ NamedArrays plain_delta_rule(const DeltaRuleCase& c) {
   };
   const auto log_decay = [&](int64_t t, int64_t head, int64_t i) {
     if (op.decay == Decay::kNone) return 0.0;
+    if (op.gate == Gate::kFixed) return std::log(1 - std::pow(2.0, -5.0 - static_cast<double>(head)));
     const int64_t channel = vector ? head * K + i : head;
     const double y = value("gate_logit", t * (vector ? HV * K : HV) + channel) + value("dt_bias", channel);
     const double rate = std::exp(value("A_log", head));
@@ -211,7 +212,8 @@ DeltaRuleCase random_delta_rule_case(const DeltaRuleOptions& options, int64_t H,
   DeltaRuleCase c{.options = options, .H = H, .HV = HV, .K = K, .V = V, .offsets = std::move(offsets), .in = {}};
   std::vector<std::string> names = {"q", "k", "v", "initial_state", "grad_output", "grad_final_state"};
   if (options.delta_rule == DeltaRule::kOn) names.emplace_back("beta_logit");
-  if (options.decay != Decay::kNone) names.insert(names.end(), {"gate_logit", "A_log", "dt_bias"});
+  if (options.decay != Decay::kNone && options.gate != Gate::kFixed)
+    names.insert(names.end(), {"gate_logit", "A_log", "dt_bias"});
   for (const std::string& name : names) {
     std::vector<double>& values = c.in[name];
     values.resize(static_cast<size_t>(c.shape_of(name).numel()));
