@@ -13,6 +13,8 @@ for file in "$@"; do
 done
 cd "$(dirname "$0")/.."
 source launch/phases.sh
+# Threads that wait sleep, so that a busy machine slows the run by what it takes and no more.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
 run=runs/quickstart
 config=configs/quickstart.yaml
