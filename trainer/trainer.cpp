@@ -137,12 +137,11 @@ void Trainer::count_step(const StepResult& result, StepBatches& batches) {
 // In the order in which one thing follows from another: weights, forward, backward.
 std::string Trainer::first_non_finite(StepBatches& batches) {
   Workbench& bench = setup_.bench();
-  if (const std::string name = first_non_finite_weight(bench.registry()); !name.empty()) return name;
+  std::string name = first_non_finite_weight(bench.registry());
   Context context = bench.context();
   for (Batch& batch : batches.micro_batches)
-    if (const std::string name = bench.model().first_non_finite_output(context, model_input(batch)); !name.empty())
-      return name;
-  const std::string name = first_non_finite_gradient(bench.registry());
+    if (name.empty()) name = bench.model().first_non_finite_output(context, model_input(batch));
+  if (name.empty()) name = first_non_finite_gradient(bench.registry());
   return name.empty() ? "the sum of the squared gradients" : name;
 }
 

@@ -33,7 +33,8 @@ std::string take_file(const std::string& path) {
 // This process's variables with the given ones in place of those of the same name.
 std::vector<std::string> merged(const Environment& added) {
   std::vector<std::string> result;
-  for (const auto& [name, value] : added) result.push_back(name + "=" + value);
+  result.reserve(added.size());
+  for (const auto& [name, value] : added) result.push_back(std::string(name).append("=").append(value));
   for (char** variable = environ; *variable != nullptr; ++variable) {
     const std::string text = *variable;
     const bool replaced =
@@ -45,6 +46,7 @@ std::vector<std::string> merged(const Environment& added) {
 
 std::vector<char*> pointers_to(std::vector<std::string>& texts) {
   std::vector<char*> pointers;
+  pointers.reserve(texts.size() + 1);
   for (std::string& text : texts) pointers.push_back(text.data());
   pointers.push_back(nullptr);
   return pointers;

@@ -14,7 +14,7 @@ Config tiny_config(Precision precision, std::vector<std::string> layers) {
   config.model = {.vocab_size = 37,
                   .hidden_size = 20,
                   .num_layers = static_cast<int64_t>(layers.size()),
-                  .layers = std::move(layers),
+                  .layers = layers,
                   .kda = {.num_heads = 2, .head_dim = 8, .conv_size = 4, .gate_lower_bound = -5.0},
                   .gdn = {.num_heads = 1, .num_value_heads = 3, .head_dim = 6, .value_head_dim = 10, .conv_size = 3},
                   .mla = {.num_heads = 3,
