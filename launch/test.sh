@@ -50,7 +50,7 @@ run_sanitized() {
 # What has threads of its own: the loader, background saves, watchdogs.
 run_thread_sanitized() {
   configure build-thread -DWITH_CUDA=OFF -DSANITIZE=thread
-  ninja -C build-thread data_test trainer_test
+  ninja -C build-thread data_test parallel_test trainer_test
   PALIMPSEST_REDUCED=1 OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 \
     ctest --test-dir build-thread --output-on-failure --no-tests=error -j "$jobs" -R 'Loader|Background|Watchdog|Thread'
 }
