@@ -262,6 +262,7 @@ std::vector<LanguageModel::FlopsOfKind> LanguageModel::flops_by_kind(int64_t row
   }
   count("head", 6.0 * static_cast<double>(head_->spec.shape.numel()));
   std::vector<FlopsOfKind> result;
+  result.reserve(kinds.size());
   for (auto& [kind, entry] : kinds) result.push_back(std::move(entry));
   return result;
 }

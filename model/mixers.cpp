@@ -24,11 +24,8 @@ struct MixerKind {
 };
 
 constexpr MixerKind kMixers[] = {
-    {"kda", make_kda},
-    {"gdn", make_gated_deltanet},
-    {"retnet", make_retnet},
-    {"mla", make<Mla>},
-    {"attention", make<Attention>},
+    {"kda", make_kda},  {"gdn", make_gated_deltanet},   {"retnet", make_retnet},
+    {"mla", make<Mla>}, {"attention", make<Attention>},
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Any bytes as a safetensors header (up to the first 0xff) and its data: refused with a UserError, or every tensor can be
-// read.
+// Any bytes as a safetensors header (up to the first 0xff) and its data: refused with a UserError, or every tensor can
+// be read.
 #include <algorithm>
 #include <cstdint>
 #include <span>
