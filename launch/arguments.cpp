@@ -167,6 +167,8 @@ class Parser {
     CLI::App& command = add(
         app_, "inspect", "Print what a checkpoint holds: state, layout, config, tensors and their norms; verify it.");
     command.add_option("CHECKPOINT", inspect_.path, "checkpoint folder, or a run (its newest checkpoint)")->required();
+    command.add_flag("--verify", inspect_.verify,
+                     "say only whether every checksum matches; exit code 2 where one does not, with and without this");
     command.callback([this] { result_ = inspect_; });
   }
 

@@ -49,6 +49,7 @@ struct TokenizeArguments {
 };
 struct InspectArguments {
   std::string path;
+  bool verify = false;  // the verdict alone
 };
 struct ImportHfArguments {
   std::string directory, out;

@@ -107,7 +107,10 @@ int run_command(const InspectArguments& arguments, Console& console) {
     console.warning("skipped checkpoint " + skipped.path + ": " + skipped.reason);
   const std::string& folder = *newest.path;
   const CheckpointReport report = inspect_checkpoint(folder);
-  console.info(report.text);
+  if (!arguments.verify)
+    console.info(report.text);
+  else if (report.damage.empty())
+    console.info(folder + ": every checksum matches");
   if (report.damage.empty()) return kExitSuccess;
   throw_user_error(folder, " is damaged: ", report.damage[0], report.damage.size() > 1 ? " (and more)" : "");
 }

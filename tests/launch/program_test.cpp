@@ -281,6 +281,17 @@ TEST_F(TrainCommand, RepeatedNonFiniteStepsExitWithFour) {
   EXPECT_NE(result.err.find("the first tensor that went bad"), std::string::npos) << result.err;
 }
 
+TEST_F(TrainCommand, EvalReportsSeveralSetsByName) {
+  train();
+  const ProgramResult result =
+      run_palimpsest({"eval", file_, "data.eval={a: " + (root_ / "shards") + ", b: " + (root_ / "held_out") + "}",
+                      "--json", root_ / "eval.json"});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  const auto report = nlohmann::json::parse(read_file(root_ / "eval.json"));
+  EXPECT_GT(report.at("a").at("tokens").get<int64_t>(), report.at("b").at("tokens").get<int64_t>());
+  EXPECT_GT(report.at("b").at("perplexity").get<double>(), 1.0);
+}
+
 TEST_F(TrainCommand, PrintsOneFieldAndNothingElse) {
   EXPECT_EQ(run_palimpsest({"train", file_, "--print", "train.steps"}).out, "10\n");
   EXPECT_FALSE(path_exists(config_.run.dir));
@@ -328,6 +339,9 @@ TEST(Program, TextGoesInAndComesOut) {
   const ProgramResult inspected = run_palimpsest({"inspect", root / "run"});
   EXPECT_EQ(inspected.exit_code, 0);
   EXPECT_NE(inspected.out.find("match their checksums"), std::string::npos);
+  const ProgramResult verified = run_palimpsest({"inspect", root / "run", "--verify"});
+  EXPECT_EQ(verified.exit_code, 0);
+  EXPECT_TRUE(is_one_line(verified.out)) << verified.out;
 }
 
 TEST(Program, ImportedModelIsEvaluated) {

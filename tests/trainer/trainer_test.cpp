@@ -35,6 +35,7 @@ TEST(Trainer, LearnsAndWritesWhatARunConsistsOf) {
   Config config = tiny_run_config(root, "run");
   config.train.steps = 60;
   config.train.eval_every = 25;
+  config.data.eval.push_back({"seen", root / "shards"});
   const std::string log = train_quietly(config);
   const auto metrics = metrics_of(config);
   ASSERT_EQ(metrics.size(), 60u);
@@ -47,7 +48,8 @@ TEST(Trainer, LearnsAndWritesWhatARunConsistsOf) {
   }
   EXPECT_NEAR(metrics[0].at("loss").get<double>(), std::log(37.0), 0.3);
   EXPECT_LT(metrics.back().at("loss").get<double>(), 0.7 * metrics[0].at("loss").get<double>());
-  EXPECT_LT(metrics.back().at("eval").at("held_out").at("loss").get<double>(), std::log(37.0));
+  for (const char* set : {"held_out", "seen"})
+    EXPECT_LT(metrics.back().at("eval").at(set).at("loss").get<double>(), std::log(37.0)) << set;
   // The stored config reads back to the same run.
   EXPECT_TRUE(differences(load_config(config_path(config)), config).empty());
   EXPECT_TRUE(is_directory(config.run.dir + "/tensorboard"));
