@@ -93,6 +93,7 @@ struct Parameter {
 
   // The shard's rows of a tensor of block.shape.
   Tensor shard_of(const Tensor& tensor) const { return tensor.rows(shard.begin, shard.count); }
+  Tensor shard_value() const { return shard_of(value); }  // what this rank updates, saves and loads
 };
 
 // Parameters that lie one below the other: value and grad are [sum of rows, in].

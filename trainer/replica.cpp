@@ -107,8 +107,13 @@ void gather_values(Context& context, ParameterRegistry& registry) {
       });
 }
 
+bool counts_in_sums(const TensorShare& share, const Parameter& parameter) {
+  return share.rank % parameter.block.copies == 0;
+}
+
 bool counts_in_sums(const Context& context, const Parameter& parameter) {
-  return context.mesh.tensor().rank() % parameter.block.copies == 0;
+  const Communicator& tensor = context.mesh.tensor();
+  return counts_in_sums(TensorShare{.rank = tensor.rank(), .size = tensor.size()}, parameter);
 }
 
 }  // namespace palimpsest

@@ -15,6 +15,7 @@ void reduce_gradients(Context& context, ParameterRegistry& registry);
 void gather_values(Context& context, ParameterRegistry& registry);
 
 // Whether this rank's shard of the parameter counts in sums over all ranks (each element once, though copies hold it).
+bool counts_in_sums(const TensorShare& share, const Parameter& parameter);
 bool counts_in_sums(const Context& context, const Parameter& parameter);
 
 }  // namespace palimpsest
