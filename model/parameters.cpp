@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string_view>
 #include <utility>
 
 #include "kernels/elementwise.h"
@@ -48,6 +49,15 @@ RowShard row_shard(int64_t rows, const ReplicaShare& replica) {
   shard.begin = std::min(rows, replica.rank * shard.each);
   shard.count = std::min(shard.each, rows - shard.begin);
   return shard;
+}
+
+// "model.layers.3.mlp.experts.17.up_proj.weight" -> "model.layers.3.mlp.experts.*.up_proj.weight"
+std::string with_expert_as_star(const std::string& name) {
+  constexpr std::string_view kMarker = ".experts.";
+  const size_t at = name.find(kMarker);
+  if (at == std::string::npos) return name;
+  const size_t begin = at + kMarker.size();
+  return name.substr(0, begin) + "*" + name.substr(std::min(name.size(), name.find('.', begin)));
 }
 
 template <class T>
@@ -126,6 +136,7 @@ ParameterStack& ParameterRegistry::declare_stack(std::vector<ParameterSpec> spec
     parameter.block = tensor_block(spec, share_);
     parameter.shard = row_shard(parameter.block.shape[0], replica_);
     parameter.spec = std::move(spec);
+    by_name_.emplace(parameter.spec.name, &parameter);
   }
   return stack;
 }
@@ -204,9 +215,8 @@ void ParameterRegistry::zero_optimizer(Stream& stream) {
 }
 
 Parameter* ParameterRegistry::find(const std::string& name) {
-  for (Parameter& parameter : parameters_)
-    if (parameter.spec.name == name) return &parameter;
-  return nullptr;
+  const auto found = by_name_.find(name);
+  return found == by_name_.end() ? nullptr : found->second;
 }
 
 int64_t ParameterRegistry::num_elements() const {
@@ -223,16 +233,30 @@ int64_t ParameterRegistry::num_product_elements() const {
 }
 
 std::string parameter_table(const ParameterRegistry& registry) {
-  size_t width = 4;
-  for (const Parameter& parameter : registry.parameters()) width = std::max(width, parameter.spec.name.size());
-  std::string text = fmt::format("{:<{}}  {:<16} {:>12}  {:<18}  {}\n", "name", width, "shape", "count",
-                                 "initial values", "weight decay");
+  struct Row {
+    std::string name;
+    const ParameterSpec* spec;
+    int64_t count;  // parameters of this row: the experts' share theirs
+  };
+  std::vector<Row> rows;
+  std::unordered_map<std::string, size_t> row_of;
   for (const Parameter& parameter : registry.parameters()) {
-    const ParameterSpec& spec = parameter.spec;
-    text += fmt::format("{:<{}}  {:<16} {:>12}  {:<18}  {}\n", spec.name, width, spec.shape.str(), spec.shape.numel(),
+    const std::string name = with_expert_as_star(parameter.spec.name);
+    const auto [found, is_new] = row_of.emplace(name, rows.size());
+    if (is_new) rows.push_back({name, &parameter.spec, 0});
+    ++rows[found->second].count;
+  }
+  size_t width = 4;
+  for (const Row& row : rows) width = std::max(width, row.name.size());
+  std::string text = fmt::format("{:<{}}  {:<22} {:>15}  {:<18}  {}\n", "name", width, "shape", "count",
+                                 "initial values", "weight decay");
+  for (const Row& row : rows) {
+    const ParameterSpec& spec = *row.spec;
+    const std::string shape = row.count == 1 ? spec.shape.str() : fmt::format("{} x {}", row.count, spec.shape.str());
+    text += fmt::format("{:<{}}  {:<22} {:>15}  {:<18}  {}\n", row.name, width, shape, row.count * spec.shape.numel(),
                         name_of(spec.init), spec.decay == WeightDecay::kYes ? "yes" : "no");
   }
-  return text + fmt::format("{:<{}}  {:<16} {:>12}\n", "total", width, "", registry.num_elements());
+  return text + fmt::format("{:<{}}  {:<22} {:>15}\n", "total", width, "", registry.num_elements());
 }
 
 }  // namespace palimpsest

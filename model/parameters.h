@@ -9,6 +9,7 @@
 #include <deque>
 #include <functional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "kernels/arena.h"
@@ -138,9 +139,11 @@ class ParameterRegistry {
   ReplicaShare replica_;
   std::deque<Parameter> parameters_;
   std::deque<ParameterStack> stacks_;  // every parameter belongs to exactly one, often alone
+  std::unordered_map<std::string, Parameter*> by_name_;
 };
 
-// One line a parameter (name, shape, count, init, weight decay) and a total, for the start-up log and --dry-run.
+// One line a parameter (name, shape, count, init, weight decay) and a total, for the start-up log and --dry-run. The
+// experts of a layer share their lines.
 std::string parameter_table(const ParameterRegistry& registry);
 
 // The initial value of one element: a pure function of its arguments.
