@@ -21,7 +21,7 @@ namespace palimpsest {
 struct LanguageModel::Block {
   std::string kind;
   std::unique_ptr<TokenMixer> mixer;
-  std::unique_ptr<Mlp> mlp;
+  std::unique_ptr<FeedForward> mlp;
   Parameter* mixer_norm;           // [D]
   Parameter* mlp_norm;             // [D]
   int64_t mixer_product_elements;  // weights in matrix products, for the FLOP count
@@ -61,7 +61,8 @@ LanguageModel::LanguageModel(const ModelConfig& config, ParameterRegistry& regis
     const int64_t before = registry.num_product_elements();
     block.mixer = make_mixer(block.kind, config, prefix, registry);
     const int64_t between = registry.num_product_elements();
-    block.mlp = std::make_unique<Mlp>(config.mlp, config.hidden_size, prefix + "mlp.", registry);
+    block.mlp = std::make_unique<Mlp>(config.mlp.intermediate_size, "model.mlp.intermediate_size", config.hidden_size,
+                                      prefix + "mlp.", registry);
     block.mixer_product_elements = between - before;
     block.mlp_product_elements = registry.num_product_elements() - between;
     block.mixer_norm = &registry.declare(block_norm(config, prefix + "input_layernorm.weight"));

@@ -1,5 +1,6 @@
-// The two interfaces of a block: Branch, what stands inside a residual connection, and TokenMixer, a branch that mixes
-// tokens over time (KDA, Gated DeltaNet, MLA, softmax attention and every later one).
+// The interfaces of a block: Branch, what stands inside a residual connection; TokenMixer, a branch that mixes tokens
+// over time (KDA, Gated DeltaNet, MLA, softmax attention and every later one); FeedForward, one that takes each token
+// alone.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +14,15 @@
 
 namespace palimpsest {
 
+struct ExpertTally;
+
 // Where a step runs. Temporaries come from stream.scratch(), what backward needs from `activations`.
 struct Context {
   Stream& stream;
   Arena& activations;
   DType dtype;  // of activations: f32 or f64 on the CPU
   const Mesh& mesh = Mesh::single();
+  const ExpertTally* experts = nullptr;  // what layers with routed experts note of a training micro-batch; or nothing
 };
 
 // How the N tokens of a batch lie in time.
@@ -61,6 +65,12 @@ class TokenMixer : public Branch {
   // the whole document, to rounding.
   virtual void extend(Context& context, DecodeState& state, const Sequence& sequence, const Tensor& x,
                       Tensor y) const = 0;
+};
+
+class FeedForward : public Branch {
+ public:
+  // FLOPs of one token, forward, beside the weights that every token meets: those of the experts it is sent to.
+  virtual double flops_per_token() const { return 0.0; }
 };
 
 }  // namespace palimpsest

@@ -13,9 +13,10 @@ struct SavedMlp : Saved {
 
 }  // namespace
 
-Mlp::Mlp(const MlpConfig& config, int64_t hidden_size, const std::string& prefix, ParameterRegistry& registry)
-    : intermediate_size_(registry.tensor_share().units(config.intermediate_size, "model.mlp.intermediate_size")) {
-  const int64_t F = config.intermediate_size;
+Mlp::Mlp(int64_t intermediate_size, const std::string& field, int64_t hidden_size, const std::string& prefix,
+         ParameterRegistry& registry)
+    : intermediate_size_(registry.tensor_share().units(intermediate_size, field)) {
+  const int64_t F = intermediate_size;
   gate_up_ = &registry.declare_stack({{.name = prefix + "gate_proj.weight", .shape = {F, hidden_size}, .units = F},
                                       {.name = prefix + "up_proj.weight", .shape = {F, hidden_size}, .units = F}});
   down_ = &registry.declare(

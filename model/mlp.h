@@ -3,16 +3,17 @@
 
 #include <string>
 
-#include "model/config.h"
 #include "model/layer.h"
 #include "model/parameters.h"
 
 namespace palimpsest {
 
-class Mlp : public Branch {
+class Mlp : public FeedForward {
  public:
   // Declares <prefix>{gate,up,down}_proj.weight.
-  Mlp(const MlpConfig& config, int64_t hidden_size, const std::string& prefix, ParameterRegistry& registry);
+  // `field` of the config holds the size, for messages.
+  Mlp(int64_t intermediate_size, const std::string& field, int64_t hidden_size, const std::string& prefix,
+      ParameterRegistry& registry);
 
   std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
   void backward(Context& context, const Sequence& sequence, const Saved& saved, const Tensor& x, const Tensor& dy,
