@@ -35,9 +35,9 @@ int run_command(const TrainArguments& arguments, Console& console) {
   }
   validate_for_training(config);
   if (arguments.dry_run) {
-    dry_run(config, console);
+    dry_run(config, Mesh::single(), console);
   } else {
-    train(config, git_hash(), console);
+    train(config, Mesh::single(), git_hash(), console);
   }
   return kExitSuccess;
 }

@@ -56,6 +56,9 @@ class Communicator {
   int64_t bytes_sent() const { return bytes_sent_; }
   void reset_bytes_sent() { bytes_sent_ = 0; }
 
+  // For the line that is printed when a deadline passes.
+  virtual void set_step(int64_t step);
+
  protected:
   Communicator(std::string axis, int64_t rank, int64_t size) : axis_(std::move(axis)), rank_(rank), size_(size) {}
 

@@ -20,6 +20,8 @@ class MpiCommunicator : public Communicator {
   MpiCommunicator(std::string axis, MPI_Comm comm, Watchdog& watchdog);
   ~MpiCommunicator() override;
 
+  void set_step(int64_t step) override { watchdog_.set_step(step); }
+
  protected:
   std::unique_ptr<Pending> launch_all_reduce(const Tensor& x, ReduceOp op) override;
   std::unique_ptr<Pending> launch_all_gather(const Tensor& out, const Tensor& in) override;

@@ -108,10 +108,16 @@ void validate(const ScheduleConfig& schedule, double lr) {
 }
 
 void validate(const ParallelConfig& parallel) {
-  require(parallel.data == -1 || parallel.data == 1, "parallel.data", parallel.data, "1 or -1: one rank trains so far");
-  require(parallel.sequence == 1, "parallel.sequence", parallel.sequence, "1: one rank trains so far");
-  require(parallel.tensor == 1, "parallel.tensor", parallel.tensor, "1: one rank trains so far");
-  require(parallel.zero == 1, "parallel.zero", parallel.zero, "1: with one rank there is nothing to shard");
+  const auto require_size = [](std::string_view key, int64_t size) {
+    require(size == -1 || size >= 1, key, size, "at least 1, or -1 for what the other axes leave");
+  };
+  require_size("parallel.data", parallel.data);
+  require_size("parallel.sequence", parallel.sequence);
+  require_size("parallel.tensor", parallel.tensor);
+  require(parallel.zero >= 1 && parallel.zero <= 3, "parallel.zero", parallel.zero, "1, 2 or 3");
+  // What cannot be trained yet.
+  require(parallel.sequence == 1, "parallel.sequence", parallel.sequence, "1: the tokens of a row are not shared yet");
+  require(parallel.zero == 1, "parallel.zero", parallel.zero, "1: only the optimizer state is sharded so far");
   require(parallel.timeout_s > 0, "parallel.timeout_s", parallel.timeout_s, "above 0");
 }
 

@@ -106,12 +106,12 @@ int32_t sample_token(const Tensor& logits, const SamplingOptions& options, uint6
 }
 
 RegionBytes rehearse_generation(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                                const GenerationRequest& request) {
+                                const GenerationRequest& request, const Mesh& mesh) {
   Regions regions = Regions::planning(device);
   registry.bind(parameter_dtype(dtype), ParameterUse::kInference, regions.parameters, regions.gradients,
                 regions.optimizer);
   Stream stream(device, regions.scratch);
-  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype};
+  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh};
   // As if the whole text were a prompt: its last piece meets the longest state with the most tokens at once.
   Decoder decoder(model, context, longest_text(request));
   decoder.take_in(nullptr, longest_text(request));

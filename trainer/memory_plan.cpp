@@ -76,12 +76,12 @@ RegionBytes Regions::peaks() const {
 }
 
 RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                              const BatchLimits& limits, const TrainStepOptions& options) {
+                              const BatchLimits& limits, const TrainStepOptions& options, const Mesh& mesh) {
   Regions regions = Regions::planning(device);
   registry.bind(parameter_dtype(dtype), ParameterUse::kTraining, regions.parameters, regions.gradients,
                 regions.optimizer);
   Stream stream(device, regions.scratch);
-  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype};
+  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh};
   TrainStep step(model, registry, context, regions.optimizer, options);
   for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
     Arena inputs = Arena::planning("inputs", device);
@@ -94,12 +94,12 @@ RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& reg
 }
 
 RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                                const BatchLimits& limits) {
+                                const BatchLimits& limits, const Mesh& mesh) {
   Regions regions = Regions::planning(device);
   registry.bind(parameter_dtype(dtype), ParameterUse::kInference, regions.parameters, regions.gradients,
                 regions.optimizer);
   Stream stream(device, regions.scratch);
-  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype};
+  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh};
   for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
     Arena inputs = Arena::planning("inputs", device);
     rehearse_evaluation_batch(model, context, inputs, limits, document_length);

@@ -46,10 +46,11 @@ struct BatchLimits {
 // Binds the registry to planning arenas and runs one step (a micro-batch forward and backward, norm, AdamW) and one
 // evaluation batch on them, once with rows as documents and once with documents of one token. Bind again before use.
 RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                              const BatchLimits& limits, const TrainStepOptions& options);
+                              const BatchLimits& limits, const TrainStepOptions& options,
+                              const Mesh& mesh = Mesh::single());
 // The same for a model that only evaluates.
 RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                                const BatchLimits& limits);
+                                const BatchLimits& limits, const Mesh& mesh = Mesh::single());
 
 struct MemoryItem {
   std::string name;  // "parameters", "checkpoint snapshot"

@@ -34,13 +34,20 @@ void check_same_vocabulary(const TrainingData& data, const std::vector<EvalSet>&
   }
 }
 
+void check_rows_divide(const Config& config, const Mesh& mesh) {
+  const int64_t rows = config.train.sequences_per_step, ranks = mesh.data().size();
+  if (rows % ranks != 0)
+    throw_user_error("train.sequences_per_step is ", rows, ", must be a multiple of the ", ranks,
+                     " ranks of parallel.data that share the rows of a step");
+}
+
 int64_t bytes_of_batch(int64_t num_tokens) {
   return num_tokens * static_cast<int64_t>(3 * sizeof(int32_t));  // tokens, targets, positions
 }
 
 // The longest step's batches that the loader keeps ready, beside the one read and the one in use.
-int64_t loader_bytes(const Config& config) {
-  return (loader_options(config, {}).steps_ahead + 2) * bytes_of_batch(tokens_per_step(config));
+int64_t loader_bytes(const Config& config, const Mesh& mesh) {
+  return (LoaderOptions().steps_ahead + 2) * bytes_of_batch(tokens_per_step(config) / mesh.data().size());
 }
 
 // The text of the tokens with document borders, for people to check their data by.
@@ -65,12 +72,13 @@ std::string decoded(const Batch& batch, const Tokenizer& tokenizer) {
 
 }  // namespace
 
-RunSetup::RunSetup(const Config& config)
+RunSetup::RunSetup(const Config& config, const Mesh& mesh)
     : config_(config),
       data_(weighted_paths(config), config.data.sequence_length, config.model.vocab_size,
             static_cast<uint64_t>(config.run.seed)),
       eval_sets_(open_eval_sets(config)),
-      bench_(config) {
+      bench_(config, mesh) {
+  check_rows_divide(config, mesh);
   check_same_vocabulary(data_, eval_sets_);
   data_.verify_if_small();
   plan_ = make_plan();
@@ -78,9 +86,10 @@ RunSetup::RunSetup(const Config& config)
 
 MemoryPlan RunSetup::make_plan() {
   const TrainConfig& train = config_.train;
-  const BatchLimits limits = {.train_rows = std::min(train.micro_batch, train.sequences_per_step),
-                              .eval_rows = eval_sets_.empty() ? 0 : train.micro_batch,
-                              .row_length = config_.data.sequence_length};
+  const BatchLimits limits = {
+      .train_rows = std::min(train.micro_batch, train.sequences_per_step / mesh().data().size()),
+      .eval_rows = eval_sets_.empty() ? 0 : train.micro_batch,
+      .row_length = config_.data.sequence_length};
   MemoryPlan plan{.regions = bench_.rehearse_training(limits, train_step_options(config_))};
   const auto blocks = whole_blocks(bench_.registry(), CheckpointContent::kWeightsAndOptimizer);
   if (config_.checkpoint.background) {
@@ -89,7 +98,8 @@ MemoryPlan RunSetup::make_plan() {
     snapshot_bytes_ = snapshot.peak();
     plan.others.push_back({"checkpoint snapshot", snapshot_bytes_});
   }
-  plan.others.push_back({"batches", loader_bytes(config_) + bytes_of_batch(limits.eval_rows * limits.row_length)});
+  plan.others.push_back(
+      {"batches", loader_bytes(config_, mesh()) + bytes_of_batch(limits.eval_rows * limits.row_length)});
   if (!config_.hardware.peak_tflops && plan.regions.activations < kMatmulBytes)
     plan.others.push_back({"reference products", kMatmulBytes});
   return plan;
@@ -114,9 +124,11 @@ void RunSetup::print(Console& console) const {
   for (const std::string& notice : schedule_notices(config_.schedule, total_steps(config_))) console.warning(notice);
 }
 
-LoaderOptions loader_options(const Config& config, const TrainState& state) {
+LoaderOptions loader_options(const Config& config, const TrainState& state, const Mesh& mesh) {
   return {.sequences_per_step = config.train.sequences_per_step,
           .micro_batch = config.train.micro_batch,
+          .rank = mesh.data().rank(),
+          .num_ranks = mesh.data().size(),
           .first_step = state.step,
           .first_row = state.sampler_position};
 }
@@ -129,10 +141,10 @@ std::string checkpoint_path(const Config& config) {
   return config.run.dir + "/checkpoints";
 }
 
-void dry_run(const Config& config, Console& console) {
-  const RunSetup setup(config);
+void dry_run(const Config& config, const Mesh& mesh, Console& console) {
+  const RunSetup setup(config, mesh);
   setup.print(console);
-  Loader loader(setup.data(), loader_options(config, {}));
+  Loader loader(setup.data(), loader_options(config, {}, mesh));
   const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(config.data.tokenizer);
   console.info("the first batch\n" + decoded(loader.next().micro_batches.at(0), *tokenizer));
 }

@@ -18,14 +18,16 @@ namespace palimpsest {
 
 class RunSetup {
  public:
-  // `config` is resolved. Throws a UserError where config, data and model do not fit each other.
-  explicit RunSetup(const Config& config);
+  // `config` is resolved; the mesh must outlive the setup. Every rank makes one. Throws a UserError where config, data,
+  // model and mesh do not fit each other.
+  explicit RunSetup(const Config& config, const Mesh& mesh = Mesh::single());
   RunSetup(const RunSetup&) = delete;
   RunSetup& operator=(const RunSetup&) = delete;
 
   const Config& config() const { return config_; }
   const TrainingData& data() const { return data_; }
   const std::vector<EvalSet>& eval_sets() const { return eval_sets_; }
+  const Mesh& mesh() const { return bench_.mesh(); }
   Workbench& bench() { return bench_; }
   const MemoryPlan& plan() const { return plan_; }
   int64_t snapshot_bytes() const { return snapshot_bytes_; }  // 0 when saves are not in the background
@@ -45,11 +47,12 @@ class RunSetup {
   MemoryPlan plan_;
 };
 
-LoaderOptions loader_options(const Config& config, const TrainState& state);  // for the steps after `state`
-std::string config_path(const Config& config);                                // <run.dir>/config.yaml
-std::string checkpoint_path(const Config& config);                            // <run.dir>/checkpoints
+// This rank's share of the steps after `state`.
+LoaderOptions loader_options(const Config& config, const TrainState& state, const Mesh& mesh);
+std::string config_path(const Config& config);      // <run.dir>/config.yaml
+std::string checkpoint_path(const Config& config);  // <run.dir>/checkpoints
 
 // --dry-run: prints the setup and the first batch, decoded.
-void dry_run(const Config& config, Console& console);
+void dry_run(const Config& config, const Mesh& mesh, Console& console);
 
 }  // namespace palimpsest

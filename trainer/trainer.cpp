@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "data/file_ops.h"
+#include "parallel/agreement.h"
 #include "trainer/checkpoint_folder.h"
 #include "trainer/flops.h"
 #include "trainer/schedule.h"
-#include "trainer/signals.h"
 
 namespace palimpsest {
 
@@ -28,7 +28,8 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
       console_(console),
       program_(std::move(program)),
       begin_seconds_(console.seconds()),
-      total_steps_(total_steps(config_)) {
+      total_steps_(total_steps(config_)),
+      is_first_rank_(setup.mesh().world().rank() == 0) {
   // 1. Memory and weights. Nothing is written before both are known to be good.
   Workbench& bench = setup_.bench();
   resident_before_ = peak_resident_bytes();
@@ -38,8 +39,30 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
   step_.emplace(bench.model(), bench.registry(), bench.context(), bench.regions().optimizer,
                 train_step_options(config_));
   step_->set_applied_steps(state_.applied_steps);
-  // 2. Checkpoints: room for them, and the copy that is written in the background.
-  auto blocks = whole_blocks(bench.registry(), CheckpointContent::kWeightsAndOptimizer);
+  Communicator& world = setup_.mesh().world();
+  // 2. Checkpoints.
+  prepare_saves(start);
+  // 3. What the run writes beside them.
+  agree(world, [&] {
+    if (!is_first_rank_) return;
+    create_directories(config_.run.dir);
+    write_file_atomically(config_path(config_), to_yaml(config_));
+    metrics_log_.emplace(config_.run.dir + "/metrics.jsonl", state_.step);
+    tensorboard_.emplace(config_.run.dir + "/tensorboard", state_.step);
+  });
+  // 4. What mfu is a fraction of.
+  peak_flops_ =
+      sum_over(world, config_.hardware.peak_tflops ? *config_.hardware.peak_tflops * 1e12
+                                                   : measure_matmul_flops(bench.device(), bench.regions().activations));
+  console_.info(fmt::format("mfu is a fraction of {:.1f} GFLOP/s: {}{}", peak_flops_ / 1e9,
+                            config_.hardware.peak_tflops ? "hardware.peak_tflops" : "the best of five 2048^3 products",
+                            world.size() > 1 ? fmt::format(", summed over {} ranks", world.size()) : ""));
+}
+
+// Room for the checkpoints, and the copy that is written in the background.
+void Trainer::prepare_saves(const RunStart& start) {
+  if (setup_.mesh().world().size() > 1) return;
+  auto blocks = whole_blocks(setup_.bench().registry(), CheckpointContent::kWeightsAndOptimizer);
   check_room_for_checkpoints(checkpoint_path(config_), stored_bytes(blocks), config_.checkpoint.keep_last);
   std::optional<std::vector<CheckpointBlock>> copy;
   if (config_.checkpoint.background) {
@@ -50,16 +73,6 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
                   std::move(blocks), std::move(copy));
   writer_->set_damaged(start.damaged_steps);
   for (const std::string& line : writer_->leftovers()) console_.info(line);
-  // 3. What the run writes beside them.
-  write_file_atomically(config_path(config_), to_yaml(config_));
-  metrics_log_.emplace(config_.run.dir + "/metrics.jsonl", state_.step);
-  tensorboard_.emplace(config_.run.dir + "/tensorboard", state_.step);
-  // 4. What mfu is a fraction of.
-  peak_flops_ = config_.hardware.peak_tflops ? *config_.hardware.peak_tflops * 1e12
-                                             : measure_matmul_flops(bench.device(), bench.regions().activations);
-  console_.info(
-      fmt::format("mfu is a fraction of {:.1f} GFLOP/s: {}", peak_flops_ / 1e9,
-                  config_.hardware.peak_tflops ? "hardware.peak_tflops" : "the best of five 2048^3 products"));
 }
 
 void Trainer::run() {
@@ -68,36 +81,47 @@ void Trainer::run() {
     return;
   }
   const StopSignals signals;
-  Loader loader(setup_.data(), loader_options(config_, state_));
+  Loader loader(setup_.data(), loader_options(config_, state_, setup_.mesh()));
   TrainingProgress progress(console_, state_.step, total_steps_);
-  const auto minutes = [&] { return (console_.seconds() - begin_seconds_) / 60.0; };
   std::string stop;  // why the run ends before its last step
   while (state_.step < total_steps_ && stop.empty()) {
     StepMetrics metrics = train_one_step(loader);
     const bool last = state_.step == total_steps_;
     if (is_due(state_.step, config_.train.eval_every) || (last && config_.train.eval_every > 0))
       metrics.eval = evaluate_all();
-    metrics_log_->write(metrics);
-    tensorboard_->write(metrics);
+    if (is_first_rank_) {
+      metrics_log_->write(metrics);
+      tensorboard_->write(metrics);
+    }
     progress.update(metrics);
     observer_(metrics);
     stop_if_hopeless();
 
-    if (signals.received() != 0)
-      stop = fmt::format("signal {}", signals.received());
-    else if (config_.train.max_minutes && minutes() >= *config_.train.max_minutes)
-      stop = "train.max_minutes";
+    stop = reason_to_stop(signals);
     if (is_due(state_.step, config_.checkpoint.every) || last || !stop.empty()) save();
-    report_saves(writer_->take_finished());
+    if (writer_) report_saves(writer_->take_finished());
   }
-  report_saves(writer_->finish());
+  if (writer_) report_saves(writer_->finish());
   report_memory();
   if (!stop.empty() && state_.step < total_steps_)
     console_.info(
         fmt::format("stopped after step {} of {} by {}; the same command continues", state_.step, total_steps_, stop));
 }
 
+// The same on every rank: a signal on any of them counts, and the first one's clock.
+std::string Trainer::reason_to_stop(const StopSignals& signals) const {
+  constexpr int64_t kTimeIsUp = 1000;  // above every signal number
+  int64_t reason = signals.received();
+  const double minutes = (console_.seconds() - begin_seconds_) / 60.0;
+  if (is_first_rank_ && config_.train.max_minutes && minutes >= *config_.train.max_minutes && reason == 0)
+    reason = kTimeIsUp;
+  reason = max_over(setup_.mesh().world(), reason);
+  if (reason == 0) return {};
+  return reason == kTimeIsUp ? "train.max_minutes" : fmt::format("signal {}", reason);
+}
+
 StepMetrics Trainer::train_one_step(Loader& loader) {
+  setup_.mesh().world().set_step(state_.step + 1);
   const double begin = console_.seconds();
   StepBatches batches = loader.next();
   const double lr = learning_rate(config_.schedule, config_.optimizer.lr, state_.step + 1, total_steps_);
@@ -147,7 +171,7 @@ std::string Trainer::first_non_finite(StepBatches& batches) {
 
 void Trainer::stop_if_hopeless() {
   if (state_.skipped_in_a_row <= config_.train.max_skipped_steps) return;
-  report_saves(writer_->finish());
+  if (writer_) report_saves(writer_->finish());
   throw NonFiniteStop(fmt::format("step {}: {} steps in a row were not finite; the first tensor that went bad: {}",
                                   state_.step, state_.skipped_in_a_row, last_non_finite_));
 }
@@ -169,7 +193,7 @@ std::vector<EvalMetrics> Trainer::evaluate_all() {
 }
 
 void Trainer::save() {
-  writer_->save({.state = state_, .config = to_yaml(config_), .program = program_});
+  if (writer_) writer_->save({.state = state_, .config = to_yaml(config_), .program = program_});
 }
 
 void Trainer::report_saves(const std::vector<FinishedSave>& saves) {
@@ -197,8 +221,8 @@ void Trainer::report_memory() const {
                             mib(setup_.plan().total()), mib(peak_resident_bytes() - resident_before_)));
 }
 
-void train(const Config& config, const std::string& program, Console& console) {
-  RunSetup setup(config);
+void train(const Config& config, const Mesh& mesh, const std::string& program, Console& console) {
+  RunSetup setup(config, mesh);
   setup.print(console);
   Trainer(setup, program, console).run();
 }

@@ -14,6 +14,7 @@
 #include "trainer/metrics.h"
 #include "trainer/run_setup.h"
 #include "trainer/run_start.h"
+#include "trainer/signals.h"
 #include "trainer/tensorboard.h"
 #include "trainer/train_step.h"
 
@@ -39,7 +40,9 @@ class Trainer {
   const TrainState& state() const { return state_; }
 
  private:
+  void prepare_saves(const RunStart& start);
   StepMetrics train_one_step(Loader& loader);
+  std::string reason_to_stop(const StopSignals& signals) const;
   void count_step(const StepResult& result, StepBatches& batches);
   std::string first_non_finite(StepBatches& batches);
   void stop_if_hopeless();
@@ -57,7 +60,8 @@ class Trainer {
   int64_t total_steps_;
   TrainState state_;
   int64_t resident_before_ = 0;  // the process's peak before the regions were allocated
-  double peak_flops_ = 0.0;
+  double peak_flops_ = 0.0;      // of all ranks
+  bool is_first_rank_;           // which writes for all
   bool warned_of_mfu_ = false;
   std::function<void(const StepMetrics&)> observer_ = [](const StepMetrics&) {};
   std::string last_non_finite_;  // what made the last skipped step bad
@@ -68,7 +72,8 @@ class Trainer {
   std::optional<TensorBoardLog> tensorboard_;
 };
 
-// Sets up a run and trains it.
-void train(const Config& config, const std::string& program, Console& console);
+// Sets up a run and trains it. Every rank of the mesh calls it; the first one alone writes to the console and into
+// run.dir, beside the checkpoints.
+void train(const Config& config, const Mesh& mesh, const std::string& program, Console& console);
 
 }  // namespace palimpsest

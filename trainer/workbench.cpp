@@ -4,17 +4,22 @@
 
 namespace palimpsest {
 
-Workbench::Workbench(const Config& config)
-    : device_(device_of(config)), dtype_(dtype_of(config)), model_(config.model, registry_) {
+Workbench::Workbench(const Config& config, const Mesh& mesh)
+    : mesh_(mesh),
+      device_(device_of(config)),
+      dtype_(dtype_of(config)),
+      registry_({.rank = mesh.tensor().rank(), .size = mesh.tensor().size()},
+                {.rank = mesh.replica().rank(), .size = mesh.replica().size()}),
+      model_(config.model, registry_) {
   set_threads(config);
 }
 
 RegionBytes Workbench::rehearse_training(const BatchLimits& limits, const TrainStepOptions& options) {
-  return palimpsest::rehearse_training(model_, registry_, device_, dtype_, limits, options);
+  return palimpsest::rehearse_training(model_, registry_, device_, dtype_, limits, options, mesh_);
 }
 
 RegionBytes Workbench::rehearse_evaluation(const BatchLimits& limits) {
-  return palimpsest::rehearse_evaluation(model_, registry_, device_, dtype_, limits);
+  return palimpsest::rehearse_evaluation(model_, registry_, device_, dtype_, limits, mesh_);
 }
 
 void Workbench::allocate(ParameterUse use, const RegionBytes& bytes) {

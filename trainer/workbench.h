@@ -13,14 +13,16 @@ namespace palimpsest {
 
 class Workbench {
  public:
-  // Declares the model's parameters; allocates nothing. `config` is resolved. Sets the number of threads it asks for.
-  explicit Workbench(const Config& config);
+  // Declares the model's parameters, this rank's share of each; allocates nothing. `config` is resolved. Sets the
+  // number of threads it asks for. The mesh must outlive the workbench.
+  explicit Workbench(const Config& config, const Mesh& mesh = Mesh::single());
   Workbench(const Workbench&) = delete;
   Workbench& operator=(const Workbench&) = delete;
 
   const LanguageModel& model() const { return model_; }
   ParameterRegistry& registry() { return registry_; }
   const ParameterRegistry& registry() const { return registry_; }
+  const Mesh& mesh() const { return mesh_; }
   Device device() const { return device_; }
   DType dtype() const { return dtype_; }
 
@@ -31,9 +33,12 @@ class Workbench {
   void allocate(ParameterUse use, const RegionBytes& bytes);
   Regions& regions() { return *regions_; }
   Stream& stream() { return *stream_; }
-  Context context() { return {.stream = *stream_, .activations = regions_->activations, .dtype = dtype_}; }
+  Context context() {
+    return {.stream = *stream_, .activations = regions_->activations, .dtype = dtype_, .mesh = mesh_};
+  }
 
  private:
+  const Mesh& mesh_;
   Device device_;
   DType dtype_;
   ParameterRegistry registry_;

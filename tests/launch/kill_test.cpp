@@ -41,7 +41,7 @@ int64_t operations_of_run(const TempDirectory& root, int64_t steps) {
   config.train.steps = steps;
   support::RecordedConsole console;
   const int64_t before = num_file_operations();
-  train(config, "counted", console);
+  train(config, Mesh::single(), "counted", console);
   return num_file_operations() - before;
 }
 

@@ -26,7 +26,7 @@ using support::user_error_of;
 
 std::string train_quietly(const Config& config) {
   RecordedConsole console;
-  train(config, "test", console);
+  train(config, Mesh::single(), "test", console);
   return console.text();
 }
 
@@ -295,7 +295,7 @@ TEST(DryRun, PrintsEverythingAndWritesNothing) {
   Config config = tiny_run_config(root, "run");
   config.data.tokenizer = "bytes";
   RecordedConsole console;
-  dry_run(config, console);
+  dry_run(config, Mesh::single(), console);
   const std::string text = console.text();
   for (const char* part : {"hidden_size: 20", "model.embed_tokens.weight", "activations", "row 0, 24 tokens"})
     EXPECT_NE(text.find(part), std::string::npos) << part;

@@ -1,0 +1,124 @@
+#include "parallel/agreement.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <string_view>
+
+#include "kernels/arena.h"
+#include "kernels/check.h"
+
+namespace palimpsest {
+
+namespace {
+
+// A stream for collectives on host memory, which need no workspace.
+class HostStream {
+ public:
+  operator Stream&() { return stream_; }  // NOLINT: stands for the stream in calls
+
+ private:
+  Arena nothing_ = Arena("agreement", Device::kCpu, 0);
+  Stream stream_ = Stream(Device::kCpu, nothing_);
+};
+
+template <class T>
+T reduced(Communicator& group, DType dtype, T value, ReduceOp op) {
+  HostStream stream;
+  group.all_reduce(stream, Tensor(&value, dtype, {1}), op);
+  return value;
+}
+
+Tensor bytes_view(std::string& text) {
+  return {text.data(), DType::kU8, {static_cast<int64_t>(text.size())}};
+}
+
+// How `body` ended on a rank: the first character of the text that ranks exchange, the message behind it.
+constexpr char kFine = '0', kUser = '1', kFault = '2';
+
+std::string outcome_of(const std::function<void()>& body) {
+  try {
+    body();
+    return std::string(1, kFine);
+  } catch (const UserError& error) {
+    return kUser + std::string(error.what());
+  } catch (const std::exception& error) {
+    return kFault + std::string(error.what());
+  }
+}
+
+std::string text_of_some(Communicator& group, const std::vector<std::string>& outcomes) {
+  const std::vector<std::string> hosts = gather_texts(group, host_name());
+  const auto failed = [](const std::string& outcome) { return outcome[0] != kFine; };
+  const auto first = std::find_if(outcomes.begin(), outcomes.end(), failed);
+  const auto more = std::count_if(outcomes.begin(), outcomes.end(), failed) - 1;
+  const auto rank = static_cast<int64_t>(first - outcomes.begin());
+  return detail::concatenate("rank ", rank, " on ", hosts[static_cast<size_t>(rank)], ": ", first->substr(1),
+                             more > 0 ? detail::concatenate(" (and ", more, " more ranks failed)") : "");
+}
+
+}  // namespace
+
+int64_t max_over(Communicator& group, int64_t value) {
+  return reduced(group, DType::kI64, value, ReduceOp::kMax);
+}
+
+double sum_over(Communicator& group, double value) {
+  return reduced(group, DType::kF64, value, ReduceOp::kSum);
+}
+
+int64_t sum_over(Communicator& group, int64_t value) {
+  return reduced(group, DType::kI64, value, ReduceOp::kSum);
+}
+
+std::vector<std::string> gather_texts(Communicator& group, const std::string& text) {
+  if (group.size() == 1) return {text};
+  // Every text is padded to the longest, with its length in front.
+  const auto longest = static_cast<size_t>(max_over(group, static_cast<int64_t>(text.size())));
+  const auto length = static_cast<uint64_t>(text.size());
+  std::string mine(sizeof(length) + longest, '\0');
+  std::memcpy(mine.data(), &length, sizeof(length));
+  text.copy(mine.data() + sizeof(length), text.size());
+  std::string all(mine.size() * static_cast<size_t>(group.size()), '\0');
+  HostStream stream;
+  group.all_gather(stream, bytes_view(all), bytes_view(mine));
+  std::vector<std::string> texts;
+  for (size_t begin = 0; begin < all.size(); begin += mine.size()) {
+    uint64_t size = 0;
+    std::memcpy(&size, all.data() + begin, sizeof(size));
+    texts.push_back(all.substr(begin + sizeof(size), size));
+  }
+  return texts;
+}
+
+std::string broadcast_text(Communicator& group, const std::string& text) {
+  const auto size = static_cast<size_t>(max_over(group, group.rank() == 0 ? static_cast<int64_t>(text.size()) : 0));
+  std::string result(size, '\0');
+  if (group.rank() == 0) result = text;
+  HostStream stream;
+  group.broadcast(stream, bytes_view(result), 0);
+  return result;
+}
+
+void agree(Communicator& group, const std::function<void()>& body) {
+  if (group.size() == 1) return body();
+  const std::string mine = outcome_of(body);
+  if (max_over(group, mine[0] == kFine ? 0 : 1) == 0) return;
+  const std::vector<std::string> outcomes = gather_texts(group, mine);
+  const bool alike =
+      std::all_of(outcomes.begin(), outcomes.end(), [&](const std::string& text) { return text == mine; });
+  if (!alike) throw RanksFailed(text_of_some(group, outcomes), RanksFailed::Kind::kOfSome);
+  throw RanksFailed(mine.substr(1),
+                    mine[0] == kUser ? RanksFailed::Kind::kUserErrorOfAll : RanksFailed::Kind::kFaultOfAll);
+}
+
+std::string host_name() {
+  std::array<char, 256> name = {};
+  CHECK(gethostname(name.data(), name.size() - 1) == 0, "gethostname: ", std::strerror(errno));
+  return name.data();
+}
+
+}  // namespace palimpsest

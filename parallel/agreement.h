@@ -1,0 +1,42 @@
+// What ranks tell each other in a few bytes on the host: the largest of their numbers, a text of each, whether a piece
+// of work failed on one of them. Every rank of the group makes the same calls in the same order.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "parallel/communicator.h"
+
+namespace palimpsest {
+
+int64_t max_over(Communicator& group, int64_t value);
+double sum_over(Communicator& group, double value);
+int64_t sum_over(Communicator& group, int64_t value);
+// Of all ranks, in their order. Texts may differ in length.
+std::vector<std::string> gather_texts(Communicator& group, const std::string& text);
+// Rank 0's.
+std::string broadcast_text(Communicator& group, const std::string& text);
+
+// Work failed on some ranks, and all of them know: every rank throws this, so that the job ends in good order, and one
+// of them prints it for all.
+class RanksFailed : public std::runtime_error {
+ public:
+  enum class Kind : uint8_t { kUserErrorOfAll, kFaultOfAll, kOfSome };
+  RanksFailed(const std::string& text, Kind kind) : std::runtime_error(text), kind_(kind) {}
+  Kind kind() const { return kind_; }
+
+ private:
+  Kind kind_;
+};
+
+// Runs `body`, in which ranks do not wait for each other, on every rank. When it throws on any of them, all throw
+// RanksFailed: the same text on all ranks is one error of all, else the text names the first rank that failed, its host
+// and its cause. A group of one lets what was thrown pass.
+void agree(Communicator& group, const std::function<void()>& body);
+
+std::string host_name();
+
+}  // namespace palimpsest
