@@ -88,7 +88,45 @@ void validate_attention(const AttentionConfig& attention) {
     throw_user_error("model.attention.rope_theta is ", attention.rope_theta, ", must be positive");
 }
 
+void validate_moe(const MoeConfig& moe, int64_t num_layers) {
+  require_positive("moe.num_experts", moe.num_experts);
+  require_positive("moe.experts_per_token", moe.experts_per_token);
+  require_positive("moe.intermediate_size", moe.intermediate_size);
+  for (const int64_t layer : moe.dense_layers)
+    if (layer < 0 || layer >= num_layers)
+      throw_user_error("model.moe.dense_layers has ", layer, ", must be from 0 to num_layers - 1 = ", num_layers - 1);
+  if (moe.shared_intermediate_size < 0)
+    throw_user_error("model.moe.shared_intermediate_size is ", moe.shared_intermediate_size, ", must be at least 0");
+  if (moe.shared_gate && moe.shared_intermediate_size == 0)
+    throw_user_error("model.moe.shared_gate is true, must be false without a shared expert (shared_intermediate_size)");
+  require_positive("moe.num_groups", moe.num_groups);
+  require_multiple("moe.num_experts", moe.num_experts, "num_groups", moe.num_groups);
+  const int64_t group = moe.num_experts / moe.num_groups;
+  if (moe.num_groups > 1 && group < 2)
+    throw_user_error("model.moe.num_groups is ", moe.num_groups, ", must leave at least 2 experts a group");
+  if (moe.top_groups < 1 || moe.top_groups > moe.num_groups)
+    throw_user_error("model.moe.top_groups is ", moe.top_groups, ", must be from 1 to num_groups = ", moe.num_groups);
+  if (moe.experts_per_token > moe.top_groups * group)
+    throw_user_error("model.moe.experts_per_token is ", moe.experts_per_token, ", must be at most ",
+                     moe.top_groups * group, ", the experts of top_groups groups");
+  if (moe.router_bias_update_speed && moe.router != RouterScore::kSigmoid)
+    throw_user_error("model.moe.router_bias_update_speed is set, must be null with router: softmax, which has no bias");
+  if (moe.router_bias_update_speed && !(*moe.router_bias_update_speed > 0))
+    throw_user_error("model.moe.router_bias_update_speed is ", *moe.router_bias_update_speed,
+                     ", must be above 0, or null");
+  if (!(moe.router_aux_loss_coef >= 0))
+    throw_user_error("model.moe.router_aux_loss_coef is ", moe.router_aux_loss_coef, ", must be at least 0");
+  if (moe.router_aux_loss_coef > 0 && moe.router != RouterScore::kSoftmax)
+    throw_user_error("model.moe.router_aux_loss_coef is ", moe.router_aux_loss_coef,
+                     ", must be 0 with router: sigmoid, whose balance comes from router_bias_update_speed");
+}
+
 }  // namespace
+
+bool ModelConfig::has_experts(int64_t i) const {
+  return moe.num_experts > 0 &&
+         std::find(moe.dense_layers.begin(), moe.dense_layers.end(), i) == moe.dense_layers.end();
+}
 
 void validate(const ModelConfig& config) {
   require_positive("vocab_size", config.vocab_size);
@@ -103,6 +141,7 @@ void validate(const ModelConfig& config) {
   const auto uses = [&](const char* kind) {
     return std::find(config.layers.begin(), config.layers.end(), kind) != config.layers.end();
   };
+  if (config.moe.num_experts != 0) validate_moe(config.moe, config.num_layers);
   if (uses("kda")) validate_kda(config.kda);
   if (uses("gdn")) validate_gdn(config.gdn);
   if (uses("retnet")) validate_retnet(config.retnet);

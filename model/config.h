@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/rms_norm.h"
+#include "kernels/router.h"
 
 namespace palimpsest {
 
@@ -24,6 +25,11 @@ struct EnumNames<RopeKind> {
 template <>
 struct EnumNames<NormWeight> {
   static constexpr const char* values[] = {"plain", "one_centred"};
+};
+
+template <>
+struct EnumNames<RouterScore> {
+  static constexpr const char* values[] = {"sigmoid", "softmax"};
 };
 
 struct KdaConfig {
@@ -134,6 +140,40 @@ struct MlpConfig {
   }
 };
 
+struct MoeConfig {
+  int64_t num_experts = 0;
+  std::vector<int64_t> dense_layers;
+  int64_t experts_per_token = 8;
+  int64_t intermediate_size = 1024;
+  int64_t shared_intermediate_size = 0;
+  bool shared_gate = false;
+  RouterScore router = RouterScore::kSigmoid;
+  int64_t num_groups = 1;
+  int64_t top_groups = 1;
+  bool renormalize = true;
+  double routed_scaling_factor = 1.0;
+  std::optional<double> router_bias_update_speed;
+  double router_aux_loss_coef = 0.0;
+
+  template <class V>
+  void visit(V& v) {
+    v("num_experts", num_experts, "experts of a layer, in place of mlp; 0: every layer has the mlp");
+    v("dense_layers", dense_layers, "layers, from 0, that keep the mlp");
+    v("experts_per_token", experts_per_token, "experts that each token is sent to");
+    v("intermediate_size", intermediate_size, "inner size of an expert, a SwiGLU feed-forward");
+    v("shared_intermediate_size", shared_intermediate_size, "inner size of the expert of every token; 0: none");
+    v("shared_gate", shared_gate, "a sigmoid gate on the shared expert, as Qwen3-Next has it");
+    v("router", router, "scores: sigmoid, with a selection bias (Kimi Linear, DeepSeek-V3), or softmax (Qwen3-Next)");
+    v("num_groups", num_groups, "groups of experts, of which the best are taken first; a divisor of num_experts");
+    v("top_groups", top_groups, "groups that a token chooses its experts from");
+    v("renormalize", renormalize, "divide the chosen scores by their sum");
+    v("routed_scaling_factor", routed_scaling_factor, "factor of the chosen scores");
+    v("router_bias_update_speed", router_bias_update_speed,
+      "step of the selection bias towards experts with few tokens, after each optimizer step; null: it stays");
+    v("router_aux_loss_coef", router_aux_loss_coef, "weight of the balance term of the loss (softmax router); 0: none");
+  }
+};
+
 struct ModelConfig {
   int64_t vocab_size = 32000;
   int64_t hidden_size = 1024;
@@ -149,6 +189,7 @@ struct ModelConfig {
   MlaConfig mla;
   AttentionConfig attention;
   MlpConfig mlp;
+  MoeConfig moe;
 
   template <class V>
   void visit(V& v) {
@@ -166,10 +207,13 @@ struct ModelConfig {
     v("mla", mla, "multi-head latent attention");
     v("attention", attention, "softmax attention");
     v("mlp", mlp, "feed-forward");
+    v("moe", moe, "feed-forward of routed experts");
   }
 
   // The mixer of block i.
   const std::string& layer_kind(int64_t i) const { return layers[static_cast<size_t>(i) % layers.size()]; }
+  // Whether block i has routed experts.
+  bool has_experts(int64_t i) const;
 };
 
 // Throws a UserError that names the field ("model.kda.head_dim is ..., must be ...") when the model cannot be built.

@@ -10,9 +10,11 @@
 #include "kernels/embedding.h"
 #include "kernels/linear.h"
 #include "kernels/rms_norm.h"
+#include "model/expert_balance.h"
 #include "model/head.h"
 #include "model/mixers.h"
 #include "model/mlp.h"
+#include "model/moe.h"
 #include "model/residual.h"
 #include "model/tensor_parallel.h"
 
@@ -26,6 +28,7 @@ struct LanguageModel::Block {
   Parameter* mlp_norm;             // [D]
   int64_t mixer_product_elements;  // weights in matrix products, for the FLOP count
   int64_t mlp_product_elements;
+  bool has_experts = false;
 
   Residual mixer_half(const ModelConfig& config) const { return {*mixer, *mixer_norm, config.norm_eps, config.norm}; }
   Residual mlp_half(const ModelConfig& config) const { return {*mlp, *mlp_norm, config.norm_eps, config.norm}; }
@@ -61,8 +64,15 @@ LanguageModel::LanguageModel(const ModelConfig& config, ParameterRegistry& regis
     const int64_t before = registry.num_product_elements();
     block.mixer = make_mixer(block.kind, config, prefix, registry);
     const int64_t between = registry.num_product_elements();
-    block.mlp = std::make_unique<Mlp>(config.mlp.intermediate_size, "model.mlp.intermediate_size", config.hidden_size,
-                                      prefix + "mlp.", registry);
+    if (config.has_experts(i)) {
+      auto moe = std::make_unique<Moe>(config, static_cast<int64_t>(routed_layers_.size()), prefix + "mlp.", registry);
+      routed_layers_.push_back({i, moe->selection_bias()});
+      block.mlp = std::move(moe);
+      block.has_experts = true;
+    } else {
+      block.mlp = std::make_unique<Mlp>(config.mlp.intermediate_size, "model.mlp.intermediate_size", config.hidden_size,
+                                        prefix + "mlp.", registry);
+    }
     block.mixer_product_elements = between - before;
     block.mlp_product_elements = registry.num_product_elements() - between;
     block.mixer_norm = &registry.declare(block_norm(config, prefix + "input_layernorm.weight"));
@@ -92,6 +102,7 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& input, 
   const Keep keep_mixer = options.checkpointing == ActivationCheckpointing::kFull ? Keep::kRecompute : Keep::kSaved;
   const Keep keep_mlp = options.checkpointing == ActivationCheckpointing::kNone ? Keep::kSaved : Keep::kRecompute;
 
+  ExpertBalance experts(context, config_.moe, static_cast<int64_t>(routed_layers_.size()));
   // 1. embedding
   Tensor x = keep.allocate(context.dtype, {n, D});
   embed(context, input.tokens, x);
@@ -110,6 +121,7 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& input, 
     saved_block.mlp = run_half(block.mlp_half(config_), keep_mlp);
     saved.push_back(std::move(saved_block));
   }
+  experts.finish_forward(z_sum, options.expert_load, options.grad_scale);
   // 3. and 4. final norm and head, forward and backward
   const Tensor d = keep.allocate(context.dtype, {n, D});
   {
@@ -259,7 +271,8 @@ std::vector<LanguageModel::FlopsOfKind> LanguageModel::flops_by_kind(int64_t row
   for (const Block& block : blocks_) {
     count(block.kind,
           6.0 * static_cast<double>(block.mixer_product_elements) + 3.0 * block.mixer->flops_per_token(row_length));
-    count("mlp", 6.0 * static_cast<double>(block.mlp_product_elements));
+    count(block.has_experts ? "moe" : "mlp",
+          6.0 * static_cast<double>(block.mlp_product_elements) + 3.0 * block.mlp->flops_per_token());
   }
   count("head", 6.0 * static_cast<double>(head_->spec.shape.numel()));
   std::vector<FlopsOfKind> result;

@@ -30,6 +30,14 @@ struct LossOptions {
   double grad_scale = 1.0;  // 1 / targets of the whole step
   double z_loss = 0.0;      // weight of lse^2
   ActivationCheckpointing checkpointing = ActivationCheckpointing::kNone;
+  // [layers with experts, E] f64, += tokens that this rank sent to each expert; absent: not counted.
+  Tensor expert_load;
+};
+
+// A layer with routed experts.
+struct RoutedLayer {
+  int64_t layer = 0;
+  Parameter* selection_bias = nullptr;  // [E], of sigmoid routers; has no gradient
 };
 
 class LanguageModel {
@@ -39,9 +47,12 @@ class LanguageModel {
   ~LanguageModel();
 
   const ModelConfig& config() const { return config_; }
+  const std::vector<RoutedLayer>& routed_layers() const { return routed_layers_; }
 
   // Forward and backward of one micro-batch: adds the losses of its targets to loss_sum [1] f64 (without the z terms)
-  // and the z terms to z_sum [1] f64, and the gradient of grad_scale * (both sums) to the registry.
+  // and the z terms, with the balance term of routed experts, to z_sum [1] f64, and the gradient of grad_scale * (both
+  // sums) to the registry. With a balance term the ranks of the replica group take their micro-batches together, and
+  // its load is that of all of them.
   void forward_backward(Context& context, const ModelInput& input, const LossOptions& options, Tensor loss_sum,
                         Tensor z_sum) const;
   // token_loss [N] f32 (f64): loss of each target, 0 where nothing is scored; overwritten.
@@ -66,7 +77,7 @@ class LanguageModel {
   // own. Recomputation is not counted.
   double flops_per_token(int64_t row_length) const;
   struct FlopsOfKind {
-    std::string kind;  // "kda", "mla", ..., "mlp", "head"
+    std::string kind;  // "kda", "mla", ..., "mlp", "moe", "head"
     int64_t count;     // layers of the kind
     double per_token;  // forward and backward, all layers of the kind
   };
@@ -85,6 +96,7 @@ class LanguageModel {
 
   ModelConfig config_;
   std::vector<Block> blocks_;
+  std::vector<RoutedLayer> routed_layers_;
   Parameter* embedding_ = nullptr;
   Parameter* final_norm_ = nullptr;
   Parameter* head_ = nullptr;  // the embedding when tied

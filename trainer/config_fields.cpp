@@ -46,6 +46,11 @@ Described describe(const std::vector<std::string>& value) {
   for (const std::string& item : value) text += (text.empty() ? "" : ", ") + yaml_scalar(item);
   return {"list of text", "[" + text + "]"};
 }
+Described describe(const std::vector<int64_t>& value) {
+  std::string text;
+  for (const int64_t item : value) text += fmt::format("{}{}", text.empty() ? "" : ", ", item);
+  return {"list of integers", "[" + text + "]"};
+}
 Described describe(const std::vector<DataSource>& value) {
   const std::string type = "path | list of {path, weight} | null";
   if (value.empty()) return {type, "null"};

@@ -222,13 +222,20 @@ class Reader {
     if (node.kind != YamlNode::Kind::kList || node.children.size() != 2) refuse(node, key, "a list of two numbers");
     for (size_t i = 0; i < 2; ++i) assign(node.children[i], fmt::format("{}[{}]", key, i), field[i]);
   }
-  void assign(const YamlNode& node, const std::string& key, std::vector<std::string>& field) const {
-    if (node.kind != YamlNode::Kind::kList) refuse(node, key, "a list, such as [a, b]");
+  template <class T>
+  void assign_list(const YamlNode& node, const std::string& key, std::vector<T>& field, const char* wanted) const {
+    if (node.kind != YamlNode::Kind::kList) refuse(node, key, wanted);
     field.clear();
     for (const YamlNode& item : node.children) {
       const std::string item_key = fmt::format("{}[{}]", key, field.size());
       assign(item, item_key, field.emplace_back());
     }
+  }
+  void assign(const YamlNode& node, const std::string& key, std::vector<std::string>& field) const {
+    assign_list(node, key, field, "a list, such as [a, b]");
+  }
+  void assign(const YamlNode& node, const std::string& key, std::vector<int64_t>& field) const {
+    assign_list(node, key, field, "a list, such as [0, 1]");
   }
   void assign(const YamlNode& node, const std::string& key, std::vector<DataSource>& field) {
     field.clear();
