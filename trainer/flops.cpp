@@ -14,7 +14,8 @@ namespace palimpsest {
 std::string flops_table(const LanguageModel& model, int64_t row_length) {
   std::string text = fmt::format(
       "model FLOPs of a token, forward and backward, in rows of T = {} tokens: 6 x weights of matrix products\n"
-      "  + 3 x (6 K V a head of delta-rule layers, 2 H (dqk + dv) (T + 1) / 2 of attention layers)\n",
+      "  + 3 x (6 K V a head of delta-rule layers, 2 H (dqk + dv) (T + 1) / 2 of attention layers,\n"
+      "  2 x weights of the experts that a token is sent to)\n",
       row_length);
   const double total = model.flops_per_token(row_length);
   for (const LanguageModel::FlopsOfKind& kind : model.flops_by_kind(row_length))

@@ -1,6 +1,7 @@
 // Model FLOPs and what they are a fraction of. The one formula behind mfu everywhere:
 //   FLOPs of a token = 6 * weights of matrix products (the head once, the embedding not)
-//                    + 3 * (6 K V a head of a delta-rule layer, 2 H (dqk + dv) (T + 1) / 2 of an attention layer)
+//                    + 3 * (6 K V a head of a delta-rule layer, 2 H (dqk + dv) (T + 1) / 2 of an attention layer,
+//                           2 * weights of the experts that a token is sent to)
 // forward and backward together, in rows of T tokens; recomputation is not counted.
 #pragma once
 

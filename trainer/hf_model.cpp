@@ -106,13 +106,12 @@ class Fields {
   std::vector<std::string> seen_;
 };
 
-constexpr std::string_view kNoExperts = "routed experts are not supported";
-
 void read_common(Fields& fields, ModelConfig& config) {
   config.vocab_size = fields.integer("vocab_size");
   config.hidden_size = fields.integer("hidden_size");
   config.num_layers = fields.integer("num_hidden_layers");
   config.mlp.intermediate_size = fields.integer("intermediate_size");
+  config.moe = {};
   config.norm_eps = fields.number("rms_norm_eps");
   config.initializer_range = fields.number("initializer_range", 0.02);
   config.tie_embeddings = fields.boolean("tie_word_embeddings", false);
@@ -188,6 +187,62 @@ std::vector<std::string> read_kimi_layer_lists(Fields& linear, int64_t num_layer
   return layers;
 }
 
+// Sizes and choice of experts, in the spelling that Kimi Linear and DeepSeek-V3 share. Which layers are dense is the
+// caller's; experts in no layer leave the config without any.
+void read_experts(Fields& fields, MoeConfig& moe, int64_t num_layers, const std::vector<int64_t>& dense_layers) {
+  const auto is_dense = [&](int64_t i) {
+    return std::find(dense_layers.begin(), dense_layers.end(), i) != dense_layers.end();
+  };
+  bool any = false;
+  for (int64_t i = 0; i < num_layers; ++i) any = any || !is_dense(i);
+  if (!any) moe.num_experts = 0;
+  if (moe.num_experts == 0) return;
+  moe.dense_layers = dense_layers;
+  moe.intermediate_size = fields.integer("moe_intermediate_size");
+}
+
+std::vector<int64_t> first_layers(int64_t count, int64_t num_layers) {
+  std::vector<int64_t> layers;
+  for (int64_t i = 0; i < std::min(count, num_layers); ++i) layers.push_back(i);
+  return layers;
+}
+
+// A dense model may still carry num_experts; which layers are dense decides.
+void read_kimi_experts(Fields& fields, ModelConfig& config) {
+  MoeConfig& moe = config.moe;
+  const int64_t L = config.num_layers;
+  std::vector<int64_t> dense;
+  if (fields.has("mlp_layer_types")) {
+    const std::vector<std::string> kinds = fields.texts("mlp_layer_types");
+    fields.require(static_cast<int64_t>(kinds.size()) == L, "mlp_layer_types",
+                   fmt::format("must have num_hidden_layers = {} entries", L));
+    for (int64_t i = 0; i < L; ++i) {
+      const std::string& kind = kinds[static_cast<size_t>(i)];
+      fields.require(kind == "dense" || kind == "sparse", "mlp_layer_types", "entries are dense or sparse");
+      if (kind == "dense") dense.push_back(i);
+    }
+  } else {
+    const int64_t first = fields.integer("first_k_dense_replace", 0), step = fields.integer("moe_layer_freq", 1);
+    fields.require(step > 0, "moe_layer_freq", "must be positive");
+    for (int64_t i = 0; i < L; ++i)
+      if (i < first || i % step != 0) dense.push_back(i);
+  }
+  moe.num_experts = fields.integer("num_experts", 0);
+  read_experts(fields, moe, L, dense);
+  // Fields of the experts that a dense model may carry.
+  for (const char* key : {"first_k_dense_replace", "moe_renormalize", "routed_scaling_factor"}) fields.has(key);
+  if (moe.num_experts == 0) return;
+  moe.experts_per_token = fields.integer("num_experts_per_token");
+  moe.shared_intermediate_size = fields.integer("num_shared_experts", 0) * moe.intermediate_size;
+  moe.num_groups = fields.integer("num_expert_group", 1);
+  moe.top_groups = fields.integer("topk_group", 1);
+  moe.renormalize = fields.boolean("moe_renormalize", true);
+  moe.routed_scaling_factor = fields.number("routed_scaling_factor", 1.0);
+  fields.require(fields.text("moe_router_activation_func", "sigmoid") == "sigmoid", "moe_router_activation_func",
+                 "only sigmoid is supported in this family");
+  moe.router = RouterScore::kSigmoid;
+}
+
 void read_kimi(Fields& fields, ModelConfig& config) {
   read_mla(fields, config.mla);
   fields.require(fields.boolean("mla_use_nope", true), "mla_use_nope", "Kimi Linear's MLA has no positions");
@@ -205,17 +260,7 @@ void read_kimi(Fields& fields, ModelConfig& config) {
     config.kda.conv_size = fields.integer("linear_conv_kernel_dim", 4);
     config.layers = read_layer_types(fields, config, "kda");
   }
-  // A dense model may still carry num_experts; which layers are dense decides.
-  const int64_t num_experts = fields.integer("num_experts", 0);
-  if (fields.has("mlp_layer_types")) {
-    const std::vector<std::string> kinds = fields.texts("mlp_layer_types");
-    const bool dense = std::all_of(kinds.begin(), kinds.end(), [](const auto& kind) { return kind == "dense"; });
-    fields.require(dense, "mlp_layer_types", kNoExperts);
-  } else if (num_experts > 0 && fields.integer("first_k_dense_replace", 0) < config.num_layers) {
-    fields.unsupported("num_experts", kNoExperts);
-  }
-  // Fields of the experts that a dense model may carry.
-  for (const char* key : {"first_k_dense_replace", "moe_renormalize", "routed_scaling_factor"}) fields.has(key);
+  read_kimi_experts(fields, config);
 }
 
 void read_deepseek(Fields& fields, ModelConfig& config) {
@@ -224,9 +269,22 @@ void read_deepseek(Fields& fields, ModelConfig& config) {
   std::optional<double> partial;
   config.mla.rope_theta = read_rope_theta(fields, partial);
   config.mla.rope = fields.boolean("rope_interleave", true) ? RopeKind::kInterleaved : RopeKind::kHalfSplit;
-  if (fields.integer("n_routed_experts", 0) > 0 && fields.integer("first_k_dense_replace", 0) < config.num_layers)
-    fields.unsupported("n_routed_experts", kNoExperts);
-  for (const char* key : {"first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor"}) fields.has(key);
+  MoeConfig& moe = config.moe;
+  moe.num_experts = fields.integer("n_routed_experts", 0);
+  read_experts(fields, moe, config.num_layers,
+               first_layers(fields.integer("first_k_dense_replace", 0), config.num_layers));
+  for (const char* key : {"norm_topk_prob", "routed_scaling_factor"}) fields.has(key);
+  if (moe.num_experts == 0) return;
+  moe.experts_per_token = fields.integer("num_experts_per_tok");
+  moe.shared_intermediate_size = fields.integer("n_shared_experts", 0) * moe.intermediate_size;
+  moe.num_groups = fields.integer("n_group", 1);
+  moe.top_groups = fields.integer("topk_group", 1);
+  moe.renormalize = fields.boolean("norm_topk_prob", true);
+  moe.routed_scaling_factor = fields.number("routed_scaling_factor", 1.0);
+  fields.require(fields.integer("moe_layer_freq", 1) == 1, "moe_layer_freq", "must be 1");
+  fields.require(fields.text("scoring_func", "sigmoid") == "sigmoid", "scoring_func", "only sigmoid is supported");
+  fields.require(fields.text("topk_method", "noaux_tc") == "noaux_tc", "topk_method", "only noaux_tc is supported");
+  moe.router = RouterScore::kSigmoid;
 }
 
 void read_attention(Fields& fields, ModelConfig& config) {
@@ -260,15 +318,26 @@ void read_qwen3_next(Fields& fields, ModelConfig& config) {
     for (int64_t i = 0; i < config.num_layers; ++i)
       config.layers.emplace_back((i + 1) % interval == 0 ? "attention" : "gdn");
   }
-  const std::vector<int64_t> dense = fields.integers("mlp_only_layers");
+  std::vector<int64_t> dense;
+  const std::vector<int64_t> mlp_only = fields.integers("mlp_only_layers");
   const int64_t sparse_step = fields.integer("decoder_sparse_step", 1);
   fields.require(sparse_step > 0, "decoder_sparse_step", "must be positive");
-  if (fields.integer("num_experts", 0) > 0) {
-    for (int64_t i = 0; i < config.num_layers; ++i)
-      if ((i + 1) % sparse_step == 0 && std::find(dense.begin(), dense.end(), i) == dense.end())
-        fields.unsupported("num_experts", kNoExperts);
-  }
-  fields.has("norm_topk_prob");
+  for (int64_t i = 0; i < config.num_layers; ++i)
+    if ((i + 1) % sparse_step != 0 || std::find(mlp_only.begin(), mlp_only.end(), i) != mlp_only.end())
+      dense.push_back(i);
+  MoeConfig& moe = config.moe;
+  moe.num_experts = fields.integer("num_experts", 0);
+  read_experts(fields, moe, config.num_layers, dense);
+  for (const char* key : {"norm_topk_prob", "router_aux_loss_coef"}) fields.has(key);
+  if (moe.num_experts == 0) return;
+  moe.experts_per_token = fields.integer("num_experts_per_tok");
+  moe.shared_intermediate_size = fields.integer("shared_expert_intermediate_size");
+  moe.shared_gate = true;
+  moe.renormalize = fields.boolean("norm_topk_prob", true);
+  moe.router = RouterScore::kSoftmax;
+  // The public library adds the balance term where the router's logits are asked for, as in its training.
+  if (fields.boolean("output_router_logits", false))
+    moe.router_aux_loss_coef = fields.number("router_aux_loss_coef", 0.001);
 }
 
 // Row ranges of one part of Qwen3-Next's packed projections: the public rows go in blocks, one a key head.
@@ -316,6 +385,27 @@ std::optional<std::string> after(const std::string& name, const std::string& mar
   const size_t at = name.find(marker);
   if (at == std::string::npos) return std::nullopt;
   return name.substr(at + marker.size());
+}
+
+void replace_in(std::string& name, std::string_view part, std::string_view by) {
+  const size_t at = name.find(part);
+  if (at != std::string::npos) name.replace(at, part.size(), by);
+}
+
+// Layers with experts: block_sparse_moe.*, an expert's matrices being w1 (gate), w2 (down), w3 (up). Dense ones: mlp.*,
+// or block_sparse_moe.* where the public library wrote them.
+std::vector<std::string> kimi_feed_forward_names(const std::string& name) {
+  std::string sparse = name;
+  replace_in(sparse, ".mlp.", ".block_sparse_moe.");
+  const std::string leaf = *after(name, ".mlp.");
+  if (leaf.starts_with("experts.")) {
+    replace_in(sparse, "gate_proj", "w1");
+    replace_in(sparse, "down_proj", "w2");
+    replace_in(sparse, "up_proj", "w3");
+  }
+  const bool dense = leaf.find('.') == leaf.rfind('.') && leaf.find("_proj.") != std::string::npos;
+  if (dense) return {name, sparse};
+  return {sparse};
 }
 
 }  // namespace
@@ -370,10 +460,10 @@ HfPlace hf_place(const HfModel& model, const ParameterSpec& parameter) {
     }
   }
   HfPlace place{.names = {name}, .shape = parameter.shape, .rows = {{0, num_rows}}};
+  if (model.family == HfFamily::kQwen3Next) replace_in(place.names[0], ".shared_experts.", ".shared_expert.");
   if (model.family == HfFamily::kKimiLinear) {
     place.any_shape = name.ends_with(".A_log");
-    if (const auto leaf = after(name, ".mlp."))
-      place.names.push_back(name.substr(0, name.size() - leaf->size() - 4) + "block_sparse_moe." + *leaf);
+    if (after(name, ".mlp.")) place.names = kimi_feed_forward_names(name);
   }
   return place;
 }

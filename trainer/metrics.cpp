@@ -83,6 +83,13 @@ std::string to_json(const StepMetrics& metrics) {
       R"({}{},"tokens":{},"loss":{},"grad_norm":{},"lr":{},"tokens_per_second":{},"mfu":{},"skipped_steps":{})",
       kLineBegin, metrics.step, metrics.tokens, number(metrics.loss), number(metrics.grad_norm), number(metrics.lr),
       number(metrics.tokens_per_second), number(metrics.mfu), metrics.skipped_steps);
+  if (!metrics.experts.empty()) {
+    std::string layers;
+    for (const ExpertUse& layer : metrics.experts)
+      layers += fmt::format(R"({}"{}":{{"fewest":{},"most":{},"mean":{}}})", layers.empty() ? "" : ",", layer.layer,
+                            number(layer.fewest), number(layer.most), number(layer.mean));
+    line += fmt::format(R"(,"experts":{{{}}})", layers);
+  }
   if (!metrics.eval.empty()) {
     std::string sets;
     for (const EvalMetrics& set : metrics.eval) {

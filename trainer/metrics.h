@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "trainer/expert_use.h"
+
 namespace palimpsest {
 
 struct EvalMetrics {
@@ -23,13 +25,15 @@ struct StepMetrics {
   double grad_norm = 0;
   double lr = 0;
   double tokens_per_second = 0;
-  std::optional<double> mfu;      // 0 to 1
-  int64_t skipped_steps = 0;      // since the run began
-  std::vector<EvalMetrics> eval;  // when the step ended with an evaluation
+  std::optional<double> mfu;       // 0 to 1
+  int64_t skipped_steps = 0;       // since the run began
+  std::vector<ExpertUse> experts;  // a layer with routed experts each
+  std::vector<EvalMetrics> eval;   // when the step ended with an evaluation
 };
 
 // The line, without its end: {"step":1,"tokens":...,"loss":...,"grad_norm":...,"lr":...,"tokens_per_second":...,
-// "mfu":...,"skipped_steps":...} and, after an evaluation, "eval":{"NAME":{"loss":...,"perplexity":...,
+// "mfu":...,"skipped_steps":...}, with routed experts "experts":{"LAYER":{"fewest":...,"most":...,"mean":...}}, the
+// tokens of one expert, and, after an evaluation, "eval":{"NAME":{"loss":...,"perplexity":...,
 // "bits_per_byte":...}}. Numbers read back to the same bits; what is absent or not finite is null.
 std::string to_json(const StepMetrics& metrics);
 

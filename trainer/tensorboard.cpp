@@ -116,6 +116,8 @@ void TensorBoardLog::write(const StepMetrics& metrics) {
   add("train/tokens_per_second", metrics.tokens_per_second);
   if (metrics.mfu) add("train/mfu", *metrics.mfu);
   add("train/skipped_steps", static_cast<double>(metrics.skipped_steps));
+  for (const ExpertUse& use : metrics.experts)
+    add(fmt::format("experts/{}/most_over_mean", use.layer), use.most / use.mean);
   for (const EvalMetrics& set : metrics.eval) {
     add(fmt::format("eval/{}/loss", set.name), set.loss);
     if (set.bits_per_byte) add(fmt::format("eval/{}/bits_per_byte", set.name), *set.bits_per_byte);

@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
+#include "kernels/router.h"
 #include "trainer/replica.h"
 
 namespace palimpsest {
@@ -43,6 +45,10 @@ TrainStep::TrainStep(const LanguageModel& model, ParameterRegistry& registry, Co
       loss_sum_(numbers.allocate(DType::kF64, {1})),
       z_sum_(numbers.allocate(DType::kF64, {1})) {
   fill_zero(context_.stream, control_);
+  const auto num_routed = static_cast<int64_t>(model.routed_layers().size());
+  if (num_routed > 0)
+    loss_options_.expert_load = expert_load_ =
+        numbers.allocate(DType::kF64, {num_routed, model.config().moe.num_experts});
 }
 
 void TrainStep::begin(int64_t num_targets) {
@@ -50,6 +56,7 @@ void TrainStep::begin(int64_t num_targets) {
   registry_.zero_gradients(context_.stream);
   fill_zero(context_.stream, loss_sum_);
   fill_zero(context_.stream, z_sum_);
+  if (expert_load_.defined()) fill_zero(context_.stream, expert_load_);
 }
 
 void TrainStep::accumulate(const ModelInput& micro_batch) {
@@ -60,6 +67,7 @@ StepResult TrainStep::finish(double lr) {
   const Mesh& mesh = context_.mesh;
   mesh.replica().all_reduce(context_.stream, loss_sum_, ReduceOp::kSum);
   mesh.replica().all_reduce(context_.stream, z_sum_, ReduceOp::kSum);
+  if (expert_load_.defined()) mesh.replica().all_reduce(context_.stream, expert_load_, ReduceOp::kSum);
   reduce_gradients(context_, registry_);
   accumulate_norm();
   const bool planning = context_.stream.is_planning();
@@ -74,8 +82,10 @@ StepResult TrainStep::finish(double lr) {
   }
   prepare_step(context_.stream, control_, options_.grad_clip.value_or(0.0));
   update_parameters(lr);
+  update_selection_biases();
   gather_values(context_, registry_);
   if (!planning) result.applied = control_.data<double>()[kFinite] != 0.0;
+  if (!planning) result.experts = expert_use();
   return result;
 }
 
@@ -105,6 +115,31 @@ void TrainStep::update_parameters(double lr) {
     adamw_step(context_.stream, parameter.shard_of(parameter.value), parameter.adam_m, parameter.adam_v,
                parameter.shard_of(parameter.grad), control_, adamw);
   }
+}
+
+void TrainStep::update_selection_biases() {
+  const MoeConfig& moe = model_.config().moe;
+  if (!moe.router_bias_update_speed) return;
+  int64_t row = 0;
+  for (const RoutedLayer& routed : model_.routed_layers()) {
+    const Tensor load = expert_load_.rows(row++, 1).view({moe.num_experts});
+    const Parameter& bias = *routed.selection_bias;
+    selection_bias_step(context_.stream, bias.shard_value(), load, bias.shard.begin, *moe.router_bias_update_speed,
+                        control_);
+  }
+}
+
+std::vector<ExpertUse> TrainStep::expert_use() const {
+  std::vector<ExpertUse> use;
+  const int64_t E = model_.config().moe.num_experts;
+  for (const RoutedLayer& routed : model_.routed_layers()) {
+    const double* load = expert_load_.data<double>() + static_cast<int64_t>(use.size()) * E;
+    use.push_back({.layer = routed.layer,
+                   .fewest = *std::min_element(load, load + E),
+                   .most = *std::max_element(load, load + E),
+                   .mean = std::accumulate(load, load + E, 0.0) / static_cast<double>(E)});
+  }
+  return use;
 }
 
 int64_t TrainStep::applied_steps() const {

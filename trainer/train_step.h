@@ -7,11 +7,13 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "kernels/adamw.h"
 #include "model/language_model.h"
 #include "model/layer.h"
 #include "model/parameters.h"
+#include "trainer/expert_use.h"
 
 namespace palimpsest {
 
@@ -29,9 +31,10 @@ struct TrainStepOptions {
 
 struct StepResult {
   double loss = 0.0;       // mean over the targets of the step
-  double z_loss = 0.0;     // mean of the z terms, not part of `loss`
+  double z_loss = 0.0;     // mean of the z and balance terms, not part of `loss`
   double grad_norm = 0.0;  // of the whole model, before clipping
   bool applied = true;     // false: something was not finite, and weights, moments and applied_steps are as before
+  std::vector<ExpertUse> experts;  // a layer with routed experts each
 };
 
 class TrainStep {
@@ -55,15 +58,18 @@ class TrainStep {
  private:
   void accumulate_norm();
   void update_parameters(double lr);
+  void update_selection_biases();
+  std::vector<ExpertUse> expert_use() const;
 
   const LanguageModel& model_;
   ParameterRegistry& registry_;
   Context context_;
   TrainStepOptions options_;
   LossOptions loss_options_;
-  Tensor control_;   // [4] f64, see StepControl
-  Tensor loss_sum_;  // [1] f64
-  Tensor z_sum_;     // [1] f64
+  Tensor control_;      // [4] f64, see StepControl
+  Tensor loss_sum_;     // [1] f64
+  Tensor z_sum_;        // [1] f64
+  Tensor expert_load_;  // [layers with experts, E] f64; absent without any
 };
 
 // The scored targets of a batch.

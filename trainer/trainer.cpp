@@ -138,7 +138,8 @@ StepMetrics Trainer::train_one_step(Loader& loader) {
           .lr = lr,
           .tokens_per_second = tokens_per_second,
           .mfu = mfu(tokens_per_second),
-          .skipped_steps = state_.skipped_steps};
+          .skipped_steps = state_.skipped_steps,
+          .experts = result.experts};
 }
 
 void Trainer::count_step(const StepResult& result, StepBatches& batches) {
