@@ -18,6 +18,12 @@ void accumulate_norm_squared(Stream& stream, Tensor control, const Tensor& grad)
   PALIMPSEST_DISPATCH(stream, accumulate_norm_squared(stream, control, grad));
 }
 
+void require_finite(Stream& stream, Tensor control, const Tensor& sum) {
+  check_control(stream, control);
+  check_contiguous_operand(stream, "sum", sum, DType::kF64, {1});
+  PALIMPSEST_DISPATCH(stream, require_finite(stream, control, sum));
+}
+
 void prepare_step(Stream& stream, Tensor control, double max_norm) {
   check_control(stream, control);
   PALIMPSEST_DISPATCH(stream, prepare_step(stream, control, max_norm));

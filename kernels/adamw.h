@@ -24,6 +24,8 @@ struct AdamwOptions {
 
 // control[kNormSquared] += sum of grad^2, in f64 and in a fixed order. grad: contiguous, f32 or f64, any shape.
 PALIMPSEST_OP(accumulate_norm_squared, Stream& stream, Tensor control, const Tensor& grad);
+// control[kNormSquared] = NaN unless sum [1] f64 is finite, so that a step with a bad loss is skipped.
+PALIMPSEST_OP(require_finite, Stream& stream, Tensor control, const Tensor& sum);
 // From kNormSquared: fills kClipFactor and kFinite and advances kAppliedSteps when finite. max_norm <= 0: no clipping.
 PALIMPSEST_OP(prepare_step, Stream& stream, Tensor control, double max_norm);
 // Updates param, m, v (contiguous, same dtype f32 or f64, same numel as grad).

@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <utility>
 
+#include "kernels/device.h"
+
 namespace palimpsest {
 
 namespace {
@@ -28,17 +30,23 @@ Arena Arena::planning(std::string name, Device device) {
 }
 
 Arena::Arena(std::string name, Device device, int64_t capacity_bytes) : Arena(std::move(name), device) {
-  CHECK(device == Device::kCpu, "arena '", name_, "': this build has no memory on ", name_of(device));
   capacity_ = round_up(capacity_bytes);
   if (capacity_ == 0) return;
-  base_ = static_cast<std::byte*>(std::aligned_alloc(kAlignment, static_cast<size_t>(capacity_)));
+  base_ =
+      static_cast<std::byte*>(device == Device::kCpu ? std::aligned_alloc(kAlignment, static_cast<size_t>(capacity_))
+                                                     : detail::allocate_on_gpu(capacity_));
   if (base_ == nullptr)
-    throw_user_error("out of memory: region '", name_, "' needs ", capacity_ >> 20,
-                     " MiB; a smaller micro_batch or sequence_length, or activation_checkpointing: full, needs less");
+    throw_user_error("out of memory: region '", name_, "' needs ", capacity_ >> 20, " MiB",
+                     device == Device::kCuda ? " on the GPU" : "",
+                     "; a smaller micro_batch or sequence_length, or activation_checkpointing: full, needs less");
 }
 
 Arena::~Arena() {
-  if (!planning_) std::free(base_);
+  if (planning_ || base_ == nullptr) return;
+  if (device_ == Device::kCpu)
+    std::free(base_);
+  else
+    detail::free_on_gpu(base_);
 }
 
 Arena::Arena(Arena&& other) noexcept

@@ -5,7 +5,7 @@
 namespace palimpsest {
 
 void fill_zero(Stream& stream, Tensor y) {
-  check_operand(stream, "y", y, floating_dtype(stream, "y", y), y.shape());
+  check_operand(stream, "y", y, y.dtype(), y.shape());
   PALIMPSEST_DISPATCH(stream, fill_zero(stream, y));
 }
 

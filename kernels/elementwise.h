@@ -1,11 +1,12 @@
-// The few element-wise ops that no fused op covers. All shapes equal; rows may be spaced; f32 and f64.
+// The few element-wise ops that no fused op covers. All shapes equal; rows may be spaced; f32 and f64, on a GPU f32 and
+// bf16.
 #pragma once
 
 #include "kernels/stream.h"
 
 namespace palimpsest {
 
-PALIMPSEST_OP(fill_zero, Stream& stream, Tensor y);                              // y = 0
+PALIMPSEST_OP(fill_zero, Stream& stream, Tensor y);                              // y = 0; any dtype on a GPU
 PALIMPSEST_OP(copy, Stream& stream, Tensor y, const Tensor& x);                  // y = x
 PALIMPSEST_OP(add, Stream& stream, Tensor y, const Tensor& a, const Tensor& b);  // y = a + b; y may be a or b
 // y = x * sigmoid(z): the output gate of gated attention. y may be x.

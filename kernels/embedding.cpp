@@ -14,8 +14,8 @@ void check_range(const VocabRange& range, const Tensor& table) {
 }  // namespace
 
 void embedding_forward(Stream& stream, Tensor x, const Tensor& tokens, const Tensor& table, const VocabRange& range) {
-  const DType dtype = floating_dtype(stream, "table", table);
-  check_operand(stream, "table", table, dtype, {kAnyDim, kAnyDim});
+  const DType dtype = floating_dtype(stream, "x", x);
+  check_operand(stream, "table", table, statistics_dtype(dtype), {kAnyDim, kAnyDim});
   check_contiguous_operand(stream, "tokens", tokens, DType::kI32, {kAnyDim});
   check_operand(stream, "x", x, dtype, {tokens.dim(0), table.dim(1)});
   check_range(range, table);

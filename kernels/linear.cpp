@@ -4,10 +4,19 @@
 
 namespace palimpsest {
 
+namespace {
+
+// A weight is in the operands' dtype or, beside bf16 operands, in f32.
+void check_weight(const Stream& stream, const Tensor& w, DType dtype, const Shape& shape) {
+  check_operand(stream, "w", w, w.dtype() == statistics_dtype(dtype) ? statistics_dtype(dtype) : dtype, shape);
+}
+
+}  // namespace
+
 void linear_forward(Stream& stream, Tensor y, const Tensor& x, const Tensor& w, Write write) {
   const DType dtype = floating_dtype(stream, "x", x);
   check_operand(stream, "x", x, dtype, {kAnyDim, kAnyDim});
-  check_operand(stream, "w", w, dtype, {kAnyDim, x.dim(1)});
+  check_weight(stream, w, dtype, {kAnyDim, x.dim(1)});
   check_operand(stream, "y", y, dtype, {x.dim(0), w.dim(0)});
   PALIMPSEST_DISPATCH(stream, linear_forward(stream, y, x, w, write));
 }
@@ -15,7 +24,7 @@ void linear_forward(Stream& stream, Tensor y, const Tensor& x, const Tensor& w, 
 void linear_backward_input(Stream& stream, Tensor dx, const Tensor& dy, const Tensor& w, Write write) {
   const DType dtype = floating_dtype(stream, "dy", dy);
   check_operand(stream, "dy", dy, dtype, {kAnyDim, kAnyDim});
-  check_operand(stream, "w", w, dtype, {dy.dim(1), kAnyDim});
+  check_weight(stream, w, dtype, {dy.dim(1), kAnyDim});
   check_operand(stream, "dx", dx, dtype, {dy.dim(0), w.dim(1)});
   PALIMPSEST_DISPATCH(stream, linear_backward_input(stream, dx, dy, w, write));
 }
@@ -24,7 +33,7 @@ void linear_backward_weight(Stream& stream, Tensor dw, const Tensor& dy, const T
   const DType dtype = floating_dtype(stream, "dy", dy);
   check_operand(stream, "dy", dy, dtype, {kAnyDim, kAnyDim});
   check_operand(stream, "x", x, dtype, {dy.dim(0), kAnyDim});
-  check_operand(stream, "dw", dw, dtype, {dy.dim(1), x.dim(1)});
+  check_operand(stream, "dw", dw, statistics_dtype(dtype), {dy.dim(1), x.dim(1)});
   PALIMPSEST_DISPATCH(stream, linear_backward_weight(stream, dw, dy, x));
 }
 

@@ -1,7 +1,8 @@
 // Linear maps: y = x W^T with W stored [out, in], as in the public checkpoints.
 //
 // All matrices may have spaced rows (Tensor::row_stride), so that stacked projections and row ranges of stacked weights
-// work without copies. f32 and f64 on the CPU (BLAS); accumulation in the type of the operands or better.
+// work without copies. f32 and f64 on the CPU (BLAS), f32 and bf16 on a GPU (cuBLASLt, sums in f32; f32 products are
+// f32 products). Beside bf16 operands w may be f32: it is rounded first; dw is f32.
 #pragma once
 
 #include "kernels/stream.h"

@@ -12,7 +12,7 @@ DType check_norm(const Stream& stream, const char* name, const Tensor& x, const 
   const DType dtype = floating_dtype(stream, name, x);
   const bool has_heads = x.num_dims() == 3;
   check_operand(stream, name, x, dtype, has_heads ? Shape{kAnyDim, kAnyDim, kAnyDim} : Shape{kAnyDim, kAnyDim});
-  check_contiguous_operand(stream, "w", w, dtype, {x.dim(-1)});
+  check_contiguous_operand(stream, "w", w, statistics_dtype(dtype), {x.dim(-1)});
   check_contiguous_operand(stream, "rstd", rstd, statistics_dtype(dtype),
                            has_heads ? Shape{x.dim(0), x.dim(1)} : Shape{x.dim(0)});
   return dtype;

@@ -1,4 +1,4 @@
-// RMSNorm (Zhang and Sennrich, 2019): y = w * x / sqrt(mean(x^2) + eps), statistics in f32 (f64 for f64 input).
+// RMSNorm (Zhang and Sennrich, 2019): y = w * x / sqrt(mean(x^2) + eps). w, rstd and dw are f32 (f64 for f64 input).
 // The one-centred kind of Qwen3-Next multiplies by (1 + w).
 #pragma once
 

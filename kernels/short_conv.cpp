@@ -11,7 +11,7 @@ namespace {
 DType check_conv(const Stream& stream, const Tensor& x, const Tensor& w, const Documents& documents) {
   const DType dtype = floating_dtype(stream, "x", x);
   check_operand(stream, "x", x, dtype, {kAnyDim, kAnyDim});
-  check_contiguous_operand(stream, "w", w, dtype, {x.dim(1), 1, kAnyDim});
+  check_contiguous_operand(stream, "w", w, statistics_dtype(dtype), {x.dim(1), 1, kAnyDim});
   CHECK(w.dim(2) >= 1 && w.dim(2) <= 4, "w is ", w.str(), ", expected a width from 1 to 4");
   check_covers(documents, "x", x.dim(0));
   return dtype;

@@ -10,8 +10,8 @@ namespace palimpsest {
 
 enum class ConvActivation : uint8_t { kNone, kSilu };
 
-// y, x [N, C] (rows may be spaced); w [C, 1, W]; initial [documents, W-1, C] or absent: the inputs just before each
-// document's first token, oldest first. y overwritten.
+// y, x [N, C] (rows may be spaced); w [C, 1, W] f32 (f64 for f64), as dw; initial [documents, W-1, C] or absent: the
+// inputs just before each document's first token, oldest first. y overwritten.
 PALIMPSEST_OP(short_conv_forward, Stream& stream, Tensor y, const Tensor& x, const Tensor& w, const Tensor& initial,
               const Documents& documents, ConvActivation activation);
 // dx [N, C] overwritten; dw [C, 1, W] accumulated; d_initial as initial, overwritten, or absent. d_final [documents,

@@ -1,6 +1,7 @@
 #include "kernels/adamw.h"
 
 #include <cmath>
+#include <limits>
 
 #include "kernels/cpu/loops.h"
 #include "kernels/cpu/wide_sum.h"
@@ -21,6 +22,11 @@ void accumulate_norm_squared(Stream&, Tensor control, const Tensor& grad) {
       return value * value;
     });
   });
+}
+
+void require_finite(Stream&, Tensor control, const Tensor& sum) {
+  if (!std::isfinite(*sum.data<double>()))
+    control.data<double>()[kNormSquared] = std::numeric_limits<double>::quiet_NaN();
 }
 
 void prepare_step(Stream&, Tensor control, double max_norm) {

@@ -1,0 +1,106 @@
+// The device layer on the CUDA runtime.
+#include "kernels/device.h"
+
+#include "kernels/cuda/check.h"
+#include "kernels/cuda/engine.h"
+
+namespace palimpsest {
+
+namespace cuda {
+
+void throw_cuda_failure(const char* file, int line, const char* expression, cudaError_t error) {
+  detail::throw_check_failure(file, line, expression,
+                              detail::concatenate(cudaGetErrorName(error), ": ", cudaGetErrorString(error)));
+}
+
+void throw_cublas_failure(const char* file, int line, const char* expression, cublasStatus_t status) {
+  detail::throw_check_failure(file, line, expression, cublasLtGetStatusName(status));
+}
+
+}  // namespace cuda
+
+int num_gpus() {
+  int count = 0;
+  // Without a driver or a GPU this call fails, which is an answer.
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return 0;
+  }
+  return count;
+}
+
+void use_gpu(int64_t node_rank) {
+  const int count = num_gpus();
+  if (count == 0) throw_user_error("there is no GPU, or no driver for it; try device=cpu");
+  CUDA_CHECK(cudaSetDevice(static_cast<int>(node_rank % count)));
+}
+
+GpuProperties gpu_properties() {
+  int device = 0;
+  cudaDeviceProp properties = {};
+  CUDA_CHECK(cudaGetDevice(&device));
+  CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+  size_t free_bytes = 0, total_bytes = 0;
+  CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
+  return {.name = properties.name,
+          .major = properties.major,
+          .minor = properties.minor,
+          .num_multiprocessors = properties.multiProcessorCount,
+          .memory_bytes = static_cast<int64_t>(total_bytes),
+          .free_bytes = static_cast<int64_t>(free_bytes)};
+}
+
+void synchronize(const Stream& stream) {
+  if (stream.device() == Device::kCuda && !stream.is_planning())
+    CUDA_CHECK(cudaStreamSynchronize(cuda::queue_of(stream)));
+}
+
+void transfer(const Stream& stream, const Tensor& to, const Tensor& from) {
+  CHECK(to.dtype() == from.dtype() && to.numel() == from.numel(), "transfer of ", from.str(), " to ", to.str());
+  check_contiguous("to", to);
+  check_contiguous("from", from);
+  if (to.numel() == 0 || stream.is_planning()) return;
+  const auto bytes = static_cast<size_t>(from.bytes());
+  if (stream.device() == Device::kCpu) {
+    CUDA_CHECK(cudaMemcpy(to.raw(), from.raw(), bytes, cudaMemcpyDefault));
+    return;
+  }
+  CUDA_CHECK(cudaMemcpyAsync(to.raw(), from.raw(), bytes, cudaMemcpyDefault, cuda::queue_of(stream)));
+  // Pageable host memory is read before the call returns; a copy to it must be waited for.
+  if (to.device() == Device::kCpu) CUDA_CHECK(cudaStreamSynchronize(cuda::queue_of(stream)));
+}
+
+HostCopy& HostCopy::fetch() {
+  if (memory_.empty()) return *this;
+  CUDA_CHECK(cudaDeviceSynchronize());
+  CUDA_CHECK(cudaMemcpy(memory_.data(), original_.raw(), memory_.size(), cudaMemcpyDeviceToHost));
+  return *this;
+}
+
+void HostCopy::store() const {
+  if (memory_.empty()) return;
+  CUDA_CHECK(cudaDeviceSynchronize());
+  CUDA_CHECK(cudaMemcpy(original_.raw(), memory_.data(), memory_.size(), cudaMemcpyHostToDevice));
+  CUDA_CHECK(cudaDeviceSynchronize());  // the stream of later work does not wait for this copy by itself
+}
+
+namespace detail {
+
+void* allocate_on_gpu(int64_t bytes) {
+  void* block = nullptr;
+  const cudaError_t error = cudaMalloc(&block, static_cast<size_t>(bytes));
+  if (error == cudaErrorMemoryAllocation) {
+    static_cast<void>(cudaGetLastError());
+    return nullptr;
+  }
+  CUDA_CHECK(error);
+  return block;
+}
+
+void free_on_gpu(void* block) noexcept {
+  cudaFree(block);
+}
+
+}  // namespace detail
+
+}  // namespace palimpsest

@@ -1,0 +1,33 @@
+#include "kernels/cuda/documents.cuh"
+
+#include <algorithm>
+
+namespace palimpsest::cuda {
+
+namespace {
+
+constexpr int kNumbers = 480;  // of one launch: 4 KiB of arguments are allowed everywhere
+
+struct Numbers {
+  int64_t values[kNumbers];
+};
+
+__global__ void store_numbers_kernel(int64_t* to, const __grid_constant__ Numbers numbers, int count) {
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) to[i] = numbers.values[i];
+}
+
+}  // namespace
+
+const int64_t* upload_numbers(const Stream& stream, const std::vector<int64_t>& numbers) {
+  const auto count = static_cast<int64_t>(numbers.size());
+  auto* to = stream.scratch().allocate(DType::kI64, {count}).data<int64_t>();
+  for (int64_t first = 0; first < count; first += kNumbers) {
+    const int64_t n = std::min<int64_t>(kNumbers, count - first);
+    Numbers piece = {};
+    std::copy_n(numbers.begin() + first, n, piece.values);
+    launch(stream, store_numbers_kernel, {.threads = 128}, to + first, piece, n);
+  }
+  return to;
+}
+
+}  // namespace palimpsest::cuda

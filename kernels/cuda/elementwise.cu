@@ -1,0 +1,152 @@
+// Elementwise ops. Grid: x over packs of neighbours in a row, y over rows; tensors without gaps count as one row.
+#include "kernels/elementwise.h"
+
+#include "kernels/cuda/elementwise.h"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/numbers.cuh"
+
+namespace palimpsest::cuda {
+
+namespace {
+
+constexpr int64_t kMaxGridY = 65535;
+
+// body(row, column) for every pack.
+template <int kPack, class Body>
+__global__ void map_kernel(int64_t rows, int64_t size, Body body) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x * kPack;
+  for (int64_t row = blockIdx.y; row < rows; row += gridDim.y)
+    for (int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack; i < size; i += step)
+      body(row, i);
+}
+
+// Makes the body from (pack, T{}) and runs it over the elements of tensors of one shape.
+template <class Make>
+void map(const Stream& stream, DType dtype, std::initializer_list<const Tensor*> tensors, Make make) {
+  bool contiguous = true;
+  for (const Tensor* tensor : tensors) contiguous = contiguous && tensor->contiguous();
+  const Tensor& any = **tensors.begin();
+  if (any.numel() == 0) return;
+  const int64_t rows = contiguous ? 1 : any.dim(0), size = contiguous ? any.numel() : any.row_size();
+  with_float(dtype, [&](auto zero) {
+    with_pack(tensors, size, [&](auto pack) {
+      constexpr int kPack = decltype(pack)::value;
+      const int threads = static_cast<int>(min(int64_t{256}, ceil_div(ceil_div(size, kPack), kWarp) * kWarp));
+      const auto body = make(pack, zero);
+      launch(stream, map_kernel<kPack, decltype(body)>,
+             {.grid_x = ceil_div(size, static_cast<int64_t>(threads) * kPack),
+              .grid_y = min(rows, kMaxGridY),
+              .threads = threads},
+             rows, size, body);
+    });
+  });
+}
+
+template <int kPack, class T>
+struct Add {
+  Rows<T> y, a, b;
+  __device__ void operator()(int64_t row, int64_t i) const {
+    float first[kPack], second[kPack];
+    load(a[row] + i, first);
+    load(b[row] + i, second);
+#pragma unroll
+    for (int c = 0; c < kPack; ++c) first[c] += second[c];
+    store(y[row] + i, first);
+  }
+};
+
+template <int kPack, class T>
+struct SigmoidGate {
+  Rows<T> y, x, z;
+  __device__ void operator()(int64_t row, int64_t i) const {
+    float value[kPack], gate[kPack];
+    load(x[row] + i, value);
+    load(z[row] + i, gate);
+#pragma unroll
+    for (int c = 0; c < kPack; ++c) value[c] *= sigmoid(gate[c]);
+    store(y[row] + i, value);
+  }
+};
+
+template <int kPack, class T>
+struct SigmoidGateBackward {
+  Rows<T> dx, dz, dy, x, z;
+  __device__ void operator()(int64_t row, int64_t i) const {
+    float d[kPack], value[kPack], gate[kPack], d_gate[kPack];
+    load(dy[row] + i, d);
+    load(x[row] + i, value);
+    load(z[row] + i, gate);
+#pragma unroll
+    for (int c = 0; c < kPack; ++c) {
+      const float open = sigmoid(gate[c]);
+      d_gate[c] = d[c] * value[c] * open * (1.0F - open);
+      d[c] *= open;
+    }
+    store(dz[row] + i, d_gate);
+    store(dx[row] + i, d);
+  }
+};
+
+template <int kPack>
+struct Round {
+  Rows<bf16> to;
+  Rows<float> from;
+  __device__ void operator()(int64_t row, int64_t i) const {
+    float x[kPack];
+    load(from[row] + i, x);
+    store(to[row] + i, x);
+  }
+};
+
+}  // namespace
+
+void fill_zero(Stream& stream, Tensor y) {
+  if (stream.is_planning() || y.numel() == 0) return;
+  const auto element = static_cast<size_t>(size_of(y.dtype()));
+  CUDA_CHECK(cudaMemset2DAsync(y.raw(), static_cast<size_t>(y.row_stride()) * element, 0,
+                               static_cast<size_t>(y.row_size()) * element,
+                               static_cast<size_t>(y.numel() / y.row_size()), queue_of(stream)));
+}
+
+void copy(Stream& stream, Tensor y, const Tensor& x) {
+  if (stream.is_planning() || x.numel() == 0) return;
+  const auto element = static_cast<size_t>(size_of(x.dtype()));
+  const auto width = static_cast<size_t>(x.row_size()) * element;
+  if (x.contiguous() && y.contiguous()) {
+    CUDA_CHECK(
+        cudaMemcpyAsync(y.raw(), x.raw(), static_cast<size_t>(x.bytes()), cudaMemcpyDeviceToDevice, queue_of(stream)));
+    return;
+  }
+  CUDA_CHECK(cudaMemcpy2DAsync(
+      y.raw(), static_cast<size_t>(y.row_stride()) * element, x.raw(), static_cast<size_t>(x.row_stride()) * element,
+      width, static_cast<size_t>(x.numel() / x.row_size()), cudaMemcpyDeviceToDevice, queue_of(stream)));
+}
+
+void add(Stream& stream, Tensor y, const Tensor& a, const Tensor& b) {
+  map(stream, a.dtype(), {&y, &a, &b}, [&](auto pack, auto zero) {
+    using T = decltype(zero);
+    return Add<decltype(pack)::value, T>{Rows<T>(y), Rows<T>(a), Rows<T>(b)};
+  });
+}
+
+void sigmoid_gate_forward(Stream& stream, Tensor y, const Tensor& x, const Tensor& z) {
+  map(stream, x.dtype(), {&y, &x, &z}, [&](auto pack, auto zero) {
+    using T = decltype(zero);
+    return SigmoidGate<decltype(pack)::value, T>{Rows<T>(y), Rows<T>(x), Rows<T>(z)};
+  });
+}
+
+void sigmoid_gate_backward(Stream& stream, Tensor dx, Tensor dz, const Tensor& dy, const Tensor& x, const Tensor& z) {
+  map(stream, dy.dtype(), {&dx, &dz, &dy, &x, &z}, [&](auto pack, auto zero) {
+    using T = decltype(zero);
+    return SigmoidGateBackward<decltype(pack)::value, T>{Rows<T>(dx), Rows<T>(dz), Rows<T>(dy), Rows<T>(x), Rows<T>(z)};
+  });
+}
+
+void round_to_bf16(const Stream& stream, const Tensor& to, const Tensor& from) {
+  map(stream, DType::kF32, {&to, &from}, [&](auto pack, auto) {
+    return Round<decltype(pack)::value>{Rows<bf16>(to), Rows<float>(from)};
+  });
+}
+
+}  // namespace palimpsest::cuda
