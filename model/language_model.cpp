@@ -40,6 +40,11 @@ struct LanguageModel::SavedBlock {
 
 namespace {
 
+// Slots of parameter groups. Blocks take turns, so that one's values or gradients can be under way while the next one
+// runs; embedding and head are used at the two ends of a forward, unless they are the same.
+constexpr int64_t kSlotOfEnds = 0, kSlotOfBlocks = 1, kNumBlockSlots = 2;
+constexpr int64_t kSlotOfTiedHead = kSlotOfBlocks + kNumBlockSlots;
+
 ParameterSpec block_norm(const ModelConfig& config, std::string name) {
   return {.name = std::move(name),
           .shape = {config.hidden_size},
@@ -54,11 +59,13 @@ ParameterSpec block_norm(const ModelConfig& config, std::string name) {
 LanguageModel::LanguageModel(const ModelConfig& config, ParameterRegistry& registry) : config_(config) {
   validate(config);
   const Shape vocab_shape = {config.vocab_size, config.hidden_size};
+  embedding_group_ = registry.begin_group(kSlotOfEnds);
   embedding_ = &registry.declare({.name = "model.embed_tokens.weight",
                                   .shape = vocab_shape,
                                   .in_product = config.tie_embeddings ? InProduct::kYes : InProduct::kNo});
   for (int64_t i = 0; i < config.num_layers; ++i) {
     const std::string prefix = fmt::format("model.layers.{}.", i);
+    registry.begin_group(kSlotOfBlocks + i % kNumBlockSlots);
     Block block;
     block.kind = config.layer_kind(i);
     const int64_t before = registry.num_product_elements();
@@ -79,13 +86,28 @@ LanguageModel::LanguageModel(const ModelConfig& config, ParameterRegistry& regis
     block.mlp_norm = &registry.declare(block_norm(config, prefix + "post_attention_layernorm.weight"));
     blocks_.push_back(std::move(block));
   }
+  head_group_ = registry.begin_group(config.tie_embeddings ? kSlotOfTiedHead : kSlotOfEnds);
   final_norm_ = &registry.declare(block_norm(config, "model.norm.weight"));
   head_ = config.tie_embeddings ? embedding_ : &registry.declare({.name = "lm_head.weight", .shape = vocab_shape});
 }
 
 LanguageModel::~LanguageModel() = default;
 
+void LanguageModel::need_block(Context& context, size_t i, int64_t next) const {
+  context.hooks->need_values(context, group_of_block(i), next);
+}
+
+void LanguageModel::need_embedding(Context& context) const {
+  context.hooks->need_values(context, embedding_group_, group_of_block(0));
+}
+
+void LanguageModel::need_head(Context& context, int64_t next) const {
+  if (head_ == embedding_) context.hooks->need_values(context, embedding_group_, head_group_);
+  context.hooks->need_values(context, head_group_, next);
+}
+
 void LanguageModel::embed(Context& context, const Tensor& tokens, Tensor x) const {
+  need_embedding(context);
   Arena::Scope scope(context.stream.scratch());
   PartialSum out(context, x, tokens.dim(0));
   embedding_forward(context.stream, out.all(), tokens, embedding_->value,
@@ -115,14 +137,20 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& input, 
     x = y;
     return result;
   };
-  for (const Block& block : blocks_) {
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    need_block(context, i, group_of_block(i) + 1);
     SavedBlock saved_block;
-    saved_block.mixer = run_half(block.mixer_half(config_), keep_mixer);
-    saved_block.mlp = run_half(block.mlp_half(config_), keep_mlp);
+    saved_block.mixer = run_half(blocks_[i].mixer_half(config_), keep_mixer);
+    saved_block.mlp = run_half(blocks_[i].mlp_half(config_), keep_mlp);
     saved.push_back(std::move(saved_block));
   }
   experts.finish_forward(z_sum, options.expert_load, options.grad_scale);
   // 3. and 4. final norm and head, forward and backward
+  const bool tied = head_ == embedding_;
+  ParameterHooks& hooks = *context.hooks;
+  need_head(context, head_group_ - 1);
+  if (tied) hooks.before_backward(context, embedding_group_);
+  hooks.before_backward(context, head_group_);
   const Tensor d = keep.allocate(context.dtype, {n, D});
   {
     Arena::Scope inner(stream.scratch());
@@ -137,15 +165,21 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& input, 
     d_hidden.scatter();
     rms_norm_backward(stream, d, final_norm_->grad, d, x, final_norm_->value, rstd, config_.norm);
   }
+  hooks.after_backward(context, head_group_);
   // 2. blocks in reverse
   for (size_t i = blocks_.size(); i-- > 0;) {
+    need_block(context, i, i > 0 ? group_of_block(i - 1) : ParameterHooks::kNoGroup);
+    hooks.before_backward(context, group_of_block(i));
     blocks_[i].mlp_half(config_).backward(context, input.sequence, saved[i].mlp, d);
     blocks_[i].mixer_half(config_).backward(context, input.sequence, saved[i].mixer, d);
+    hooks.after_backward(context, group_of_block(i));
   }
   // 1.
+  if (!tied) hooks.before_backward(context, embedding_group_);
   Arena::Scope inner(stream.scratch());
   embedding_backward(stream, embedding_->grad, gather_tokens(context, d, N), input.tokens,
                      {.begin = embedding_->block.start[0], .total = config_.vocab_size});
+  hooks.after_backward(context, embedding_group_);
 }
 
 Tensor LanguageModel::forward_hidden(Context& context, const ModelInput& input) const {
@@ -156,11 +190,13 @@ Tensor LanguageModel::forward_hidden(Context& context, const ModelInput& input) 
   const Tensor x = keep.allocate(context.dtype, {n, D});
   const Tensor y = keep.allocate(context.dtype, {n, D});
   embed(context, input.tokens, x);
-  for (const Block& block : blocks_) {
+  for (size_t i = 0; i < blocks_.size(); ++i) {
     Arena::Scope scope(keep);
-    block.mixer_half(config_).forward(context, input.sequence, x, y, Keep::kRecompute);
-    block.mlp_half(config_).forward(context, input.sequence, y, x, Keep::kRecompute);
+    need_block(context, i, group_of_block(i) + 1);
+    blocks_[i].mixer_half(config_).forward(context, input.sequence, x, y, Keep::kRecompute);
+    blocks_[i].mlp_half(config_).forward(context, input.sequence, y, x, Keep::kRecompute);
   }
+  need_head(context, ParameterHooks::kNoGroup);
   const Tensor hidden = stream.scratch().allocate(context.dtype, {n, D});
   const Tensor rstd = stream.scratch().allocate(final_norm_->value.dtype(), {n});
   rms_norm_forward(stream, hidden, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
@@ -204,18 +240,24 @@ void LanguageModel::forward_logits(Context& context, const ModelInput& input, Te
 std::string LanguageModel::first_non_finite_output(Context& context, const ModelInput& input) const {
   Arena& keep = context.activations;
   Arena::Scope scope(keep);
-  const Tensor x = keep.allocate(context.dtype, {input.tokens.dim(0), config_.hidden_size});
+  const Tensor x = keep.allocate(context.dtype, {tokens_of_rank(context, input.tokens.dim(0)), config_.hidden_size});
   const Tensor y = keep.allocate(context.dtype, x.shape());
-  embedding_forward(context.stream, x, input.tokens, embedding_->value);
-  if (!all_finite(x)) return "output of the embedding";
+  std::string first;
+  // Goes on to the end, so that all ranks send each other the same whatever each of them finds.
+  const auto look_at = [&](const Tensor& output, const std::string& name) {
+    if (first.empty() && !all_finite(output)) first = "output of " + name;
+  };
+  embed(context, input.tokens, x);
+  look_at(x, "the embedding");
   for (size_t i = 0; i < blocks_.size(); ++i) {
     Arena::Scope block_scope(keep);
+    need_block(context, i, group_of_block(i) + 1);
     blocks_[i].mixer_half(config_).forward(context, input.sequence, x, y, Keep::kRecompute);
-    if (!all_finite(y)) return fmt::format("output of the {} mixer of model.layers.{}", blocks_[i].kind, i);
+    look_at(y, fmt::format("the {} mixer of model.layers.{}", blocks_[i].kind, i));
     blocks_[i].mlp_half(config_).forward(context, input.sequence, y, x, Keep::kRecompute);
-    if (!all_finite(x)) return fmt::format("output of the feed-forward of model.layers.{}", i);
+    look_at(x, fmt::format("the feed-forward of model.layers.{}", i));
   }
-  return {};
+  return first;
 }
 
 LanguageModel::DecodeStates LanguageModel::make_decode_states(Context& context, int64_t max_tokens) const {
@@ -240,11 +282,13 @@ void LanguageModel::extend(Context& context, DecodeStates& states, const Tensor&
   const Tensor y = scratch.allocate(context.dtype, {N, D});
   // Every tensor rank holds all of the few tokens here; partial sums are added in place.
   Communicator& tensor = context.mesh.tensor();
+  need_embedding(context);
   embedding_forward(stream, x, tokens, embedding_->value,
                     {.begin = embedding_->block.start[0], .total = config_.vocab_size});
   tensor.all_reduce(stream, x, ReduceOp::kSum);
   for (size_t i = 0; i < blocks_.size(); ++i) {
     const Block& block = blocks_[i];
+    need_block(context, i, group_of_block(i) + 1);
     rms_norm_forward(stream, normed, rstd, x, block.mixer_norm->value, config_.norm_eps, config_.norm);
     block.mixer->extend(context, *states.blocks[i], sequence, normed, y);
     tensor.all_reduce(stream, y, ReduceOp::kSum);
@@ -255,6 +299,7 @@ void LanguageModel::extend(Context& context, DecodeStates& states, const Tensor&
     tensor.all_reduce(stream, y, ReduceOp::kSum);
     add(stream, x, x, y);
   }
+  need_head(context, ParameterHooks::kNoGroup);
   rms_norm_forward(stream, y, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
   project_logits(context, y.rows(N - num_logits, num_logits), logits);
   states.num_tokens += N;

@@ -61,7 +61,7 @@ class LanguageModel {
   void forward_logits(Context& context, const ModelInput& input, Tensor logits) const;
 
   // For finding faults: runs forward and names the first output that holds a number that is not finite, for example
-  // "output of the kda mixer of model.layers.3"; empty when there is none.
+  // "output of the kda mixer of model.layers.3"; empty when there is none on this rank. All ranks call it, or none.
   std::string first_non_finite_output(Context& context, const ModelInput& input) const;
 
   // Decoding of one sequence: the state of every block.
@@ -87,6 +87,13 @@ class LanguageModel {
   struct Block;
   struct SavedBlock;
 
+  // Groups of parameters are numbered embedding, blocks, head.
+  int64_t group_of_block(size_t i) const { return embedding_group_ + 1 + static_cast<int64_t>(i); }
+  // The values of block i, of the embedding or of final norm and head are there; the next ones may come.
+  void need_block(Context& context, size_t i, int64_t next) const;
+  void need_embedding(Context& context) const;
+  void need_head(Context& context, int64_t next) const;
+
   // Embeddings of the tensor rank's tokens, x [n, D].
   void embed(Context& context, const Tensor& tokens, Tensor x) const;
   // norm(blocks(embedding)) [N, D] of all tokens without keeping anything for backward; lies in scratch memory.
@@ -100,6 +107,8 @@ class LanguageModel {
   Parameter* embedding_ = nullptr;
   Parameter* final_norm_ = nullptr;
   Parameter* head_ = nullptr;  // the embedding when tied
+  int64_t embedding_group_ = 0;
+  int64_t head_group_ = 0;  // final norm, and the head when it is not the embedding
 };
 
 }  // namespace palimpsest

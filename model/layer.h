@@ -10,6 +10,7 @@
 #include "kernels/documents.h"
 #include "kernels/stream.h"
 #include "kernels/tensor.h"
+#include "model/parameter_hooks.h"
 #include "parallel/mesh.h"
 
 namespace palimpsest {
@@ -23,6 +24,7 @@ struct Context {
   DType dtype;  // of activations: f32 or f64 on the CPU
   const Mesh& mesh = Mesh::single();
   const ExpertTally* experts = nullptr;  // what layers with routed experts note of a training micro-batch; or nothing
+  ParameterHooks* hooks = &ParameterHooks::none();  // with zero: 3, all of a replica group run the model equally often
 };
 
 // How the N tokens of a batch lie in time.

@@ -43,12 +43,11 @@ int64_t global_index(const Shape& global, const TensorBlock& block, int64_t i) {
   return index;
 }
 
-RowShard row_shard(int64_t rows, const ReplicaShare& replica) {
-  RowShard shard;
-  shard.each = (rows + replica.size - 1) / replica.size;
-  shard.begin = std::min(rows, replica.rank * shard.each);
-  shard.count = std::min(shard.each, rows - shard.begin);
-  return shard;
+// The rows of a parameter, which begins at `row` of its stack, within rank * each, ... of the stack.
+RowShard row_shard(int64_t row, int64_t rows, int64_t each, int64_t rank) {
+  const int64_t begin = std::clamp<int64_t>(rank * each - row, 0, rows);
+  const int64_t end = std::clamp<int64_t>((rank + 1) * each - row, 0, rows);
+  return {.begin = begin, .count = end - begin};
 }
 
 // "model.layers.3.mlp.experts.17.up_proj.weight" -> "model.layers.3.mlp.experts.*.up_proj.weight"
@@ -60,15 +59,24 @@ std::string with_expert_as_star(const std::string& name) {
   return name.substr(0, begin) + "*" + name.substr(std::min(name.size(), name.find('.', begin)));
 }
 
+// `rows` of a parameter's block, as a shape.
+Shape with_rows(const Shape& block, int64_t rows) {
+  Shape shape = {rows};
+  for (int i = 1; i < block.num_dims(); ++i) shape.push_back(block[i]);
+  return shape;
+}
+
+// Fills `values`, which are rows of the parameter's block from `first_row` on.
 template <class T>
-void fill_initial(const Parameter& parameter, uint64_t seed, double initializer_range) {
-  T* values = parameter.value.data<T>();
+void fill_initial(const Parameter& parameter, const Tensor& tensor, int64_t first_row, uint64_t seed,
+                  double initializer_range) {
+  T* values = tensor.data<T>();
   const TensorBlock& block = parameter.block;
-  const int64_t count = parameter.value.numel();
+  const int64_t count = tensor.numel(), first = first_row * tensor.row_size();
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < count; ++i)
     values[i] = static_cast<T>(
-        initial_value(parameter.spec, seed, global_index(parameter.spec.shape, block, i), initializer_range));
+        initial_value(parameter.spec, seed, global_index(parameter.spec.shape, block, first + i), initializer_range));
 }
 
 }  // namespace
@@ -117,6 +125,15 @@ TensorBlock tensor_block(const ParameterSpec& spec, const TensorShare& share) {
   return block;
 }
 
+ParameterRegistry::ParameterRegistry(TensorShare share, ReplicaShare replica) : share_(share), replica_(replica) {
+  if (replica_.size == 1) replica_.zero = 1;
+}
+
+int64_t ParameterRegistry::begin_group(int64_t slot) {
+  groups_.push_back({.slot = slot});
+  return static_cast<int64_t>(groups_.size()) - 1;
+}
+
 Parameter& ParameterRegistry::declare(ParameterSpec spec) {
   std::vector<ParameterSpec> specs;
   specs.push_back(std::move(spec));
@@ -125,7 +142,9 @@ Parameter& ParameterRegistry::declare(ParameterSpec spec) {
 
 ParameterStack& ParameterRegistry::declare_stack(std::vector<ParameterSpec> specs) {
   CHECK(!specs.empty(), "an empty stack of parameters");
+  if (groups_.empty()) begin_group(0);
   ParameterStack& stack = stacks_.emplace_back();
+  groups_.back().stacks.push_back(&stack);
   for (ParameterSpec& spec : specs) {
     CHECK(find(spec.name) == nullptr, "parameter ", spec.name, " is declared twice");
     CHECK(specs.size() == 1 || (spec.shape.num_dims() >= 2 &&
@@ -134,38 +153,98 @@ ParameterStack& ParameterRegistry::declare_stack(std::vector<ParameterSpec> spec
     stack.parameters.push_back(&parameters_.emplace_back());
     Parameter& parameter = *stack.parameters.back();
     parameter.block = tensor_block(spec, share_);
-    parameter.shard = row_shard(parameter.block.shape[0], replica_);
+    stack.rows += parameter.block.shape[0];
     parameter.spec = std::move(spec);
     by_name_.emplace(parameter.spec.name, &parameter);
+  }
+  // The shards of tensor ranks that hold copies must be the same rows.
+  const auto& stacked = stack.parameters;
+  if (std::any_of(stacked.begin(), stacked.end(),
+                  [](const Parameter* parameter) { return parameter->block.copies > 1; }))
+    for (const Parameter* parameter : stacked)
+      CHECK(tensor_block(parameter->spec, {.rank = 0, .size = share_.size}).shape ==
+                tensor_block(parameter->spec, {.rank = share_.size - 1, .size = share_.size}).shape,
+            parameter->spec.name, " cannot be in a stack with copies: tensor ranks hold unlike parts of it");
+  stack.each = (stack.rows + replica_.size - 1) / replica_.size;
+  int64_t row = 0;
+  for (Parameter* parameter : stack.parameters) {
+    parameter->shard = row_shard(row, parameter->block.shape[0], stack.each, replica_.rank);
+    row += parameter->block.shape[0];
   }
   return stack;
 }
 
 void ParameterRegistry::bind(DType dtype, ParameterUse use, Arena& parameters, Arena& gradients, Arena& optimizer) {
-  const auto cut = [](const Tensor& whole, const Parameter& parameter, int64_t row) {
-    return whole.rows(row, parameter.block.shape[0]).view(parameter.block.shape);
+  for (ParameterStack& stack : stacks_) bind_own(stack, dtype, use, parameters, gradients, optimizer);
+  int64_t num_slots = 0;
+  for (const ParameterGroup& group : groups_) num_slots = std::max(num_slots, group.slot + 1);
+  for (int64_t slot = 0; slot < num_slots; ++slot) bind_slot(slot, dtype, use, parameters, gradients);
+  const auto cut = [](const Tensor& whole, const Shape& block, int64_t row, int64_t rows) {
+    return whole.defined() ? whole.rows(rows > 0 ? row : 0, rows).view(with_rows(block, rows)) : Tensor();
   };
   for (ParameterStack& stack : stacks_) {
-    const Shape& first = stack.parameters[0]->block.shape;
-    int64_t rows = 0;
-    for (const Parameter* parameter : stack.parameters) rows += parameter->block.shape[0];
-    Shape shape = {rows};
-    for (int i = 1; i < first.num_dims(); ++i) shape.push_back(first[i]);
-    const bool with_grad = use != ParameterUse::kInference;
-    const bool with_moments = use == ParameterUse::kTraining;
-    stack.value = parameters.allocate(dtype, shape);
-    stack.grad = with_grad ? gradients.allocate(dtype, shape) : Tensor();
+    stack.value = stack.whole_value.rows(0, stack.rows);
+    stack.grad = stack.whole_grad.defined() ? stack.whole_grad.rows(0, stack.rows) : Tensor();
     int64_t row = 0;
     for (Parameter* parameter : stack.parameters) {
-      parameter->value = cut(stack.value, *parameter, row);
-      parameter->grad = with_grad ? cut(stack.grad, *parameter, row) : Tensor();
-      Shape shard = {parameter->shard.count};
-      for (int i = 1; i < parameter->block.shape.num_dims(); ++i) shard.push_back(parameter->block.shape[i]);
-      parameter->adam_m = with_moments ? optimizer.allocate(dtype, shard) : Tensor();
-      parameter->adam_v = with_moments ? optimizer.allocate(dtype, shard) : Tensor();
-      row += parameter->block.shape[0];
+      const Shape& block = parameter->block.shape;
+      const RowShard& shard = parameter->shard;
+      const int64_t own_row = row + shard.begin - replica_.rank * stack.each;
+      parameter->value = cut(stack.value, block, row, block[0]);
+      parameter->grad = cut(stack.grad, block, row, block[0]);
+      parameter->value_shard = cut(stack.own_value, block, own_row, shard.count);
+      parameter->grad_shard = cut(stack.own_grad, block, own_row, shard.count);
+      row += block[0];
     }
   }
+}
+
+// What is a stack's own: the shards, and with a low level of zero the whole.
+void ParameterRegistry::bind_own(ParameterStack& stack, DType dtype, ParameterUse use, Arena& parameters,
+                                 Arena& gradients, Arena& optimizer) {
+  const Shape& block = stack.parameters[0]->block.shape;
+  const Shape whole = with_rows(block, stack.each * replica_.size), own = with_rows(block, stack.each);
+  const auto allocate = [&](Arena& arena, bool sharded, Tensor& whole_tensor, Tensor& own_tensor) {
+    whole_tensor = sharded ? Tensor() : arena.allocate(dtype, whole);
+    own_tensor =
+        sharded ? arena.allocate(dtype, own) : whole_tensor.rows(replica_.rank * stack.each, stack.each).view(own);
+  };
+  allocate(parameters, replica_.zero >= 3, stack.whole_value, stack.own_value);
+  stack.whole_grad = stack.own_grad = stack.received = Tensor();
+  if (use != ParameterUse::kInference) allocate(gradients, replica_.zero >= 2, stack.whole_grad, stack.own_grad);
+  for (Parameter* parameter : stack.parameters) {
+    const Shape shard = with_rows(parameter->block.shape, parameter->shard.count);
+    const bool with_moments = use == ParameterUse::kTraining;
+    parameter->adam_m = with_moments ? optimizer.allocate(dtype, shard) : Tensor();
+    parameter->adam_v = with_moments ? optimizer.allocate(dtype, shard) : Tensor();
+  }
+}
+
+// What the groups of a slot share: each begins where the slot begins.
+void ParameterRegistry::bind_slot(int64_t slot, DType dtype, ParameterUse use, Arena& parameters, Arena& gradients) {
+  const auto share = [&](Arena& arena, auto&& allocate) {
+    const int64_t begin = arena.mark();
+    int64_t end = begin;
+    for (ParameterGroup& group : groups_) {
+      if (group.slot != slot) continue;
+      for (ParameterStack* stack : group.stacks) {
+        const Shape& block = stack->parameters[0]->block.shape;
+        allocate(*stack, with_rows(block, stack->each * replica_.size), with_rows(block, stack->each));
+      }
+      end = std::max(end, arena.mark());
+      arena.release(begin);
+    }
+    if (end > begin) arena.allocate(DType::kU8, {end - begin});
+  };
+  if (replica_.zero >= 3)
+    share(parameters, [&](ParameterStack& stack, const Shape& whole, const Shape&) {
+      stack.whole_value = parameters.allocate(dtype, whole);
+    });
+  if (use == ParameterUse::kInference || replica_.size == 1) return;
+  share(gradients, [&](ParameterStack& stack, const Shape& whole, const Shape& own) {
+    if (replica_.zero >= 2) stack.whole_grad = gradients.allocate(dtype, whole);
+    stack.received = gradients.allocate(dtype, own);
+  });
 }
 
 double initial_value(const ParameterSpec& spec, uint64_t seed, int64_t global_index, double initializer_range) {
@@ -194,17 +273,20 @@ double initial_value(const ParameterSpec& spec, uint64_t seed, int64_t global_in
 void ParameterRegistry::initialize(uint64_t seed, double initializer_range,
                                    const std::function<void(int64_t elements)>& progress) {
   for (const Parameter& parameter : parameters_) {
-    if (parameter.value.dtype() == DType::kF64) {
-      fill_initial<double>(parameter, seed, initializer_range);
+    const bool sharded = replica_.zero >= 3;
+    const Tensor& tensor = sharded ? parameter.value_shard : parameter.value;
+    const int64_t first_row = sharded ? parameter.shard.begin : 0;
+    if (tensor.dtype() == DType::kF64) {
+      fill_initial<double>(parameter, tensor, first_row, seed, initializer_range);
     } else {
-      fill_initial<float>(parameter, seed, initializer_range);
+      fill_initial<float>(parameter, tensor, first_row, seed, initializer_range);
     }
-    if (progress) progress(parameter.value.numel());
+    if (progress) progress(tensor.numel());
   }
 }
 
 void ParameterRegistry::zero_gradients(Stream& stream) {
-  for (ParameterStack& stack : stacks_) fill_zero(stream, stack.grad);
+  for (ParameterStack& stack : stacks_) fill_zero(stream, replica_.zero >= 2 ? stack.own_grad : stack.whole_grad);
 }
 
 void ParameterRegistry::zero_optimizer(Stream& stream) {

@@ -3,6 +3,10 @@
 //
 // Weights are [out, in], as in the public checkpoints. Projections that read the same input are declared as a stack:
 // they lie one below the other in memory, so that one matrix product serves them, and each keeps its public name.
+//
+// Ranks of a replica group share the optimizer's work: each holds an equal range of every stack's rows, its shard, and
+// updates that alone. How much of the rest a rank holds too is the level of `zero`; layers always see whole values and
+// gradients, which trainer/replica.h puts there in time.
 #pragma once
 
 #include <cstdint>
@@ -74,33 +78,50 @@ struct TensorBlock {
 TensorBlock tensor_block(const ParameterSpec& spec, const TensorShare& share);
 
 // This rank's place in its replica group, over which the optimizer's work is shared.
+// zero: 1, a rank holds the optimizer state of its shard alone; 2, the gradients too; 3, the values too.
 struct ReplicaShare {
   int64_t rank = 0, size = 1;
+  int64_t zero = 1;
 };
 
-// The rows of a block whose optimizer state one replica rank holds: rows [rank * each, ...), each = ceil(rows / size).
-// The last ranks may hold fewer, or none.
+// The rows of a block or of a stack of blocks that one replica rank updates. A stack's are [rank * each, ...) with
+// each = ceil(rows / size); the last ranks may hold fewer, or none. A parameter's are what falls into its own rows.
 struct RowShard {
-  int64_t begin = 0, count = 0, each = 0;
+  int64_t begin = 0, count = 0;
 };
 
 struct Parameter {
   ParameterSpec spec;
   TensorBlock block;      // what this tensor rank holds of it
   RowShard shard;         // what this replica rank updates of that
-  Tensor value;           // block.shape; f32, or f64 in f64 runs
-  Tensor grad;            // same; absent when bound without gradients
-  Tensor adam_m, adam_v;  // the shard's rows of it; absent when bound without optimizer state
+  Tensor value;           // block.shape; f32, or f64 in f64 runs. Whole between need_values() calls (parameter_hooks.h)
+  Tensor grad;            // same, where layers add; absent when bound without gradients
+  Tensor value_shard;     // [shard.count, ...]: the shard's rows of the true value, at every level of zero
+  Tensor grad_shard;      // same: where the sum over the replica group comes to stand
+  Tensor adam_m, adam_v;  // same; absent when bound without optimizer state
 
-  // The shard's rows of a tensor of block.shape.
-  Tensor shard_of(const Tensor& tensor) const { return tensor.rows(shard.begin, shard.count); }
-  Tensor shard_value() const { return shard_of(value); }  // what this rank updates, saves and loads
+  Tensor shard_value() const { return value_shard; }
 };
 
-// Parameters that lie one below the other: value and grad are [sum of rows, in].
+// Parameters that lie one below the other, and the memory behind them, with rows to fill up the last shard.
 struct ParameterStack {
   std::vector<Parameter*> parameters;
-  Tensor value, grad;
+  int64_t rows = 0;  // of this tensor rank
+  int64_t each = 0;  // rows of a shard
+  Tensor value;      // [rows, in]
+  Tensor grad;       // [rows, in]
+
+  Tensor whole_value, whole_grad;  // [each * ranks, in]: value and grad begin here
+  Tensor own_value;                // [each, in]: the rank's rows of the true values; with zero < 3 part of whole_value
+  Tensor own_grad;                 // [each, in]: the rank's rows of the sum; with zero < 2 part of whole_grad
+  Tensor received;                 // [each, in]: a sum on its way; absent with one rank
+};
+
+// Stacks whose values a model needs at the same time: a block, the embedding, the head. With zero > 1 groups that take
+// turns share memory: a slot.
+struct ParameterGroup {
+  std::vector<ParameterStack*> stacks;
+  int64_t slot = 0;
 };
 
 // What a run needs beside the values.
@@ -108,10 +129,13 @@ enum class ParameterUse : uint8_t { kInference, kGradients, kTraining };
 
 class ParameterRegistry {
  public:
-  explicit ParameterRegistry(TensorShare share = {}, ReplicaShare replica = {}) : share_(share), replica_(replica) {}
+  explicit ParameterRegistry(TensorShare share = {}, ReplicaShare replica = {});
   ParameterRegistry(const ParameterRegistry&) = delete;
   ParameterRegistry& operator=(const ParameterRegistry&) = delete;
 
+  // What is declared from here on belongs to a new group, whose number this returns. Two groups of one slot must never
+  // be in use at the same time.
+  int64_t begin_group(int64_t slot);
   // References stay valid for the registry's life. Throws an Error on a name declared twice.
   Parameter& declare(ParameterSpec spec);
   // All specs are matrices of one width; at least one.
@@ -121,24 +145,31 @@ class ParameterRegistry {
   // after planning ones; layers see the new tensors.
   void bind(DType dtype, ParameterUse use, Arena& parameters, Arena& gradients, Arena& optimizer);
 
-  // Fills the values: a pure function of (seed, parameter name, global element index), drawn in f64 and rounded once.
-  // `progress` is told the elements of each parameter that was filled.
+  // Fills what this rank holds of the values: a pure function of (seed, parameter name, global element index), drawn in
+  // f64 and rounded once. `progress` is told the elements of each parameter that was filled.
   void initialize(uint64_t seed, double initializer_range, const std::function<void(int64_t elements)>& progress = {});
-  void zero_gradients(Stream& stream);
+  void zero_gradients(Stream& stream);  // with zero > 1 those of the shard
   void zero_optimizer(Stream& stream);
 
   const TensorShare& tensor_share() const { return share_; }
+  const ReplicaShare& replica_share() const { return replica_; }  // zero is 1 where there is one rank
   std::deque<Parameter>& parameters() { return parameters_; }
   const std::deque<Parameter>& parameters() const { return parameters_; }
+  const std::vector<ParameterGroup>& groups() const { return groups_; }
   Parameter* find(const std::string& name);  // null when there is none
   int64_t num_elements() const;              // of all parameters, over all ranks
   int64_t num_product_elements() const;      // of those with InProduct::kYes
 
  private:
+  void bind_own(ParameterStack& stack, DType dtype, ParameterUse use, Arena& parameters, Arena& gradients,
+                Arena& optimizer);
+  void bind_slot(int64_t slot, DType dtype, ParameterUse use, Arena& parameters, Arena& gradients);
+
   TensorShare share_;
   ReplicaShare replica_;
   std::deque<Parameter> parameters_;
   std::deque<ParameterStack> stacks_;  // every parameter belongs to exactly one, often alone
+  std::vector<ParameterGroup> groups_;
   std::unordered_map<std::string, Parameter*> by_name_;
 };
 

@@ -36,7 +36,8 @@ class Communicator {
 
   // x = op over the ranks, in place. Contiguous; f32, f64, i32 or i64. The result is the same bits on every rank.
   void all_reduce(Stream& stream, Tensor x, ReduceOp op);
-  // out = the ranks' `in` one after the other: numel(out) = size * numel(in). Any dtype, contiguous.
+  // out = the ranks' `in` one after the other: numel(out) = size * numel(in). Any dtype, contiguous. `in` may be this
+  // rank's part of `out`.
   void all_gather(Stream& stream, Tensor out, const Tensor& in);
   // out = this rank's part of the sum over the ranks: numel(in) = size * numel(out). f32 or f64, contiguous.
   void reduce_scatter(Stream& stream, Tensor out, const Tensor& in);

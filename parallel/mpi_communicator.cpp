@@ -1,6 +1,7 @@
 #include "parallel/mpi_communicator.h"
 
 #include <climits>
+#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -98,7 +99,9 @@ std::unique_ptr<Pending> MpiCommunicator::launch_all_reduce(const Tensor& x, Red
 std::unique_ptr<Pending> MpiCommunicator::launch_all_gather(const Tensor& out, const Tensor& in) {
   auto pending = std::make_unique<MpiPending>("all_gather", axis(), watchdog_);
   const int bytes = checked_count(in.bytes());
-  check_mpi(MPI_Iallgather(in.raw(), bytes, MPI_BYTE, out.raw(), bytes, MPI_BYTE, comm_, pending->add_request()),
+  const bool in_place = in.raw() == static_cast<std::byte*>(out.raw()) + rank() * in.bytes();
+  check_mpi(MPI_Iallgather(in_place ? MPI_IN_PLACE : in.raw(), bytes, MPI_BYTE, out.raw(), bytes, MPI_BYTE, comm_,
+                           pending->add_request()),
             "MPI_Iallgather");
   return pending;
 }

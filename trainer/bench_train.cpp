@@ -65,7 +65,8 @@ StepTimes timed_step(TrainStep& step, const std::vector<ModelInput>& batches, co
                      const Console& console) {
   const double begin = console.seconds();
   step.begin(tokens_per_step(config));
-  for (const ModelInput& batch : batches) step.accumulate(batch);
+  for (const ModelInput& batch : batches)
+    step.accumulate(batch, &batch == &batches.back() ? MicroBatch::kLast : MicroBatch::kInner);
   const double middle = console.seconds();
   const StepResult result = step.finish(config.optimizer.lr);
   CHECK(result.applied, "a step of the bench was not finite: loss ", result.loss);

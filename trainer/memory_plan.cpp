@@ -8,6 +8,8 @@
 #include <sstream>
 #include <utility>
 
+#include "trainer/replica.h"
+
 namespace palimpsest {
 
 namespace {
@@ -81,12 +83,14 @@ RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& reg
   registry.bind(parameter_dtype(dtype), ParameterUse::kTraining, regions.parameters, regions.gradients,
                 regions.optimizer);
   Stream stream(device, regions.scratch);
-  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh};
+  WholeValues values(registry);
+  const Context context{
+      .stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh, .hooks = &values};
   TrainStep step(model, registry, context, regions.optimizer, options);
   for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
     Arena inputs = Arena::planning("inputs", device);
     step.begin(1);
-    step.accumulate(rehearsal_input(inputs, limits.train_rows, limits.row_length, document_length));
+    step.accumulate(rehearsal_input(inputs, limits.train_rows, limits.row_length, document_length), MicroBatch::kLast);
     step.finish(0.0);
     rehearse_evaluation_batch(model, context, inputs, limits, document_length);
   }
@@ -99,7 +103,9 @@ RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& r
   registry.bind(parameter_dtype(dtype), ParameterUse::kInference, regions.parameters, regions.gradients,
                 regions.optimizer);
   Stream stream(device, regions.scratch);
-  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh};
+  WholeValues values(registry);
+  const Context context{
+      .stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh, .hooks = &values};
   for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
     Arena inputs = Arena::planning("inputs", device);
     rehearse_evaluation_batch(model, context, inputs, limits, document_length);

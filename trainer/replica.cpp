@@ -1,7 +1,6 @@
 #include "trainer/replica.h"
 
-#include <memory>
-#include <vector>
+#include <algorithm>
 
 #include "kernels/elementwise.h"
 #include "model/tensor_parallel.h"
@@ -10,101 +9,139 @@ namespace palimpsest {
 
 namespace {
 
-// `rows` rows of the parameter's shape, as a matrix.
-Shape matrix(const Parameter& parameter, int64_t rows) {
-  return {rows, parameter.grad.row_size()};
+template <class Slot>
+std::vector<Slot> make_slots(const ParameterRegistry& registry) {
+  int64_t count = 0;
+  for (const ParameterGroup& group : registry.groups()) count = std::max(count, group.slot + 1);
+  return std::vector<Slot>(static_cast<size_t>(count));
 }
 
-Tensor as_matrix(const Tensor& tensor) {
-  return tensor.view({tensor.dim(0), tensor.row_size()});
-}
-
-// A collective under way and the memory it works on.
-struct Transfer {
-  const Parameter* parameter;
-  Tensor own;  // [each, row]: this rank's rows, padded
-  Tensor all;  // [size * each, row]
-  std::unique_ptr<Pending> pending;
-};
-
-// Runs `start` for parameters until about kBatchBytes are under way, then `finish` for those, and so on: many small
-// collectives overlap, and memory stays bounded.
-template <class Start, class Finish>
-void in_batches(Context& context, ParameterRegistry& registry, Start&& start, Finish&& finish) {
-  constexpr int64_t kBatchBytes = int64_t{64} << 20;
-  auto& parameters = registry.parameters();
-  size_t next = 0;
-  while (next < parameters.size()) {
-    Arena::Scope scope(context.stream.scratch());
-    std::vector<Transfer> transfers;
-    int64_t bytes = 0;
-    while (next < parameters.size() && (transfers.empty() || bytes < kBatchBytes)) {
-      bytes += parameters[next].grad.bytes();
-      transfers.push_back(start(parameters[next]));
-      ++next;
-    }
-    for (Transfer& transfer : transfers) {
-      transfer.pending->wait();
-      finish(transfer);
-    }
-  }
+void wait_all(std::vector<std::unique_ptr<Pending>>& pending) {
+  for (const auto& collective : pending) collective->wait();
+  pending.clear();
 }
 
 }  // namespace
 
-void reduce_gradients(Context& context, ParameterRegistry& registry) {
-  Communicator& replica = context.mesh.replica();
-  Stream& stream = context.stream;
-  Arena& scratch = stream.scratch();
-  if (replica.size() == 1) {
-    for (const Parameter& parameter : registry.parameters()) sum_over_copies(context, parameter, parameter.grad);
-    return;
-  }
-  in_batches(
-      context, registry,
-      [&](const Parameter& parameter) {
-        const int64_t rows = parameter.grad.dim(0), padded = parameter.shard.each * replica.size();
-        Transfer transfer{.parameter = &parameter};
-        transfer.own = scratch.allocate(parameter.grad.dtype(), matrix(parameter, parameter.shard.each));
-        transfer.all = as_matrix(parameter.grad);
-        if (padded > rows) {
-          transfer.all = scratch.allocate(parameter.grad.dtype(), matrix(parameter, padded));
-          copy(stream, transfer.all.rows(0, rows), as_matrix(parameter.grad));
-          fill_zero(stream, transfer.all.rows(rows, padded - rows));
-        }
-        transfer.pending = replica.start_reduce_scatter(stream, transfer.own, transfer.all);
-        return transfer;
-      },
-      [&](const Transfer& transfer) {
-        const Parameter& parameter = *transfer.parameter;
-        const Tensor sum = transfer.own.rows(0, parameter.shard.count);
-        sum_over_copies(context, parameter, sum);
-        copy(stream, as_matrix(parameter.shard_of(parameter.grad)), sum);
-      });
+WholeValues::WholeValues(ParameterRegistry& registry) : registry_(registry), slots_(make_slots<Slot>(registry)) {}
+
+void WholeValues::start(Context& context, int64_t group) {
+  Slot& slot = slot_of(group);
+  if (slot.group == group) return;
+  wait_all(slot.pending);  // of a group that was fetched ahead and not asked for
+  slot.group = group;
+  for (const ParameterStack* stack : registry_.groups()[group].stacks)
+    slot.pending.push_back(
+        context.mesh.replica().start_all_gather(context.stream, stack->whole_value, stack->own_value));
 }
 
-void gather_values(Context& context, ParameterRegistry& registry) {
-  Communicator& replica = context.mesh.replica();
-  Stream& stream = context.stream;
-  Arena& scratch = stream.scratch();
-  if (replica.size() == 1) return;
-  in_batches(
-      context, registry,
-      [&](const Parameter& parameter) {
-        const int64_t rows = parameter.value.dim(0), padded = parameter.shard.each * replica.size();
-        Transfer transfer{.parameter = &parameter};
-        transfer.own = scratch.allocate(parameter.value.dtype(), matrix(parameter, parameter.shard.each));
-        fill_zero(stream, transfer.own.rows(parameter.shard.count, parameter.shard.each - parameter.shard.count));
-        copy(stream, transfer.own.rows(0, parameter.shard.count), as_matrix(parameter.shard_of(parameter.value)));
-        transfer.all = padded > rows ? scratch.allocate(parameter.value.dtype(), matrix(parameter, padded))
-                                     : as_matrix(parameter.value);
-        transfer.pending = replica.start_all_gather(stream, transfer.all, transfer.own);
-        return transfer;
-      },
-      [&](const Transfer& transfer) {
-        const Tensor value = as_matrix(transfer.parameter->value);
-        if (transfer.all.dim(0) > value.dim(0)) copy(stream, value, transfer.all.rows(0, value.dim(0)));
-      });
+void WholeValues::need_values(Context& context, int64_t group, int64_t next) {
+  if (registry_.replica_share().zero < 3) return;
+  start(context, group);
+  if (next != kNoGroup && &slot_of(next) != &slot_of(group)) start(context, next);
+  wait_all(slot_of(group).pending);
+}
+
+void WholeValues::values_changed(Context& context) {
+  const ReplicaShare& share = registry_.replica_share();
+  if (share.size == 1) return;
+  for (Slot& slot : slots_) {
+    wait_all(slot.pending);
+    slot.group = kNoGroup;
+  }
+  if (share.zero >= 3) return;
+  // Every rank's rows to all, in place; one group is under way while the next one starts.
+  std::vector<std::unique_ptr<Pending>> before;
+  for (const ParameterGroup& group : registry_.groups()) {
+    std::vector<std::unique_ptr<Pending>> pending;
+    for (const ParameterStack* stack : group.stacks)
+      pending.push_back(context.mesh.replica().start_all_gather(context.stream, stack->whole_value, stack->own_value));
+    wait_all(before);
+    before = std::move(pending);
+  }
+  wait_all(before);
+}
+
+GradientReduction::GradientReduction(ParameterRegistry& registry, ParameterHooks& values)
+    : registry_(registry),
+      values_(values),
+      slots_(make_slots<Slot>(registry)),
+      reduced_(registry.groups().size(), false) {}
+
+void GradientReduction::need_values(Context& context, int64_t group, int64_t next) {
+  values_.need_values(context, group, next);
+}
+
+void GradientReduction::values_changed(Context& context) {
+  values_.values_changed(context);
+}
+
+void GradientReduction::begin(Context& context) {
+  const ReplicaShare& share = registry_.replica_share();
+  CHECK(share.size == context.mesh.replica().size() && share.rank == context.mesh.replica().rank(),
+        "the registry is for rank ", share.rank, " of ", share.size, ", the mesh has ", context.mesh.replica().rank(),
+        " of ", context.mesh.replica().size());
+  registry_.zero_gradients(context.stream);
+  reduced_.assign(reduced_.size(), false);
+  micro_batch_ = -1;
+  is_last_ = false;
+  trace_.clear();
+}
+
+void GradientReduction::begin_micro_batch(bool is_last) {
+  ++micro_batch_;
+  is_last_ = is_last;
+}
+
+void GradientReduction::before_backward(Context& context, int64_t group) {
+  if (is_sharded()) {
+    complete(context, slot_of(group));
+    for (const ParameterStack* stack : registry_.groups()[group].stacks) fill_zero(context.stream, stack->whole_grad);
+  }
+  record(ReductionEvent::Kind::kBackwardBegins, group, micro_batch_);
+}
+
+void GradientReduction::after_backward(Context& context, int64_t group) {
+  record(ReductionEvent::Kind::kBackwardEnds, group, micro_batch_);
+  if (registry_.replica_share().size > 1 && (is_sharded() || is_last_)) start(context, group);
+}
+
+void GradientReduction::start(Context& context, int64_t group) {
+  Slot& slot = slot_of(group);
+  complete(context, slot);
+  slot.group = group;
+  slot.micro_batch = micro_batch_;
+  reduced_[group] = true;
+  record(ReductionEvent::Kind::kReduceStarts, group, micro_batch_);
+  for (const ParameterStack* stack : registry_.groups()[group].stacks)
+    slot.pending.push_back(
+        context.mesh.replica().start_reduce_scatter(context.stream, stack->received, stack->whole_grad));
+}
+
+void GradientReduction::complete(Context& context, Slot& slot) {
+  if (slot.group == kNoGroup) return;
+  wait_all(slot.pending);
+  for (const ParameterStack* stack : registry_.groups()[slot.group].stacks) {
+    if (is_sharded()) {
+      add(context.stream, stack->own_grad, stack->own_grad, stack->received);
+    } else {
+      copy(context.stream, stack->own_grad, stack->received);
+    }
+  }
+  record(ReductionEvent::Kind::kReduceEnds, slot.group, slot.micro_batch);
+  slot.group = kNoGroup;
+}
+
+void GradientReduction::finish(Context& context) {
+  if (registry_.replica_share().size > 1 && !is_sharded())
+    for (size_t group = reduced_.size(); group-- > 0;)
+      if (!reduced_[group]) start(context, static_cast<int64_t>(group));
+  for (Slot& slot : slots_) complete(context, slot);
+  for (const Parameter& parameter : registry_.parameters()) sum_over_copies(context, parameter, parameter.grad_shard);
+}
+
+void GradientReduction::record(ReductionEvent::Kind kind, int64_t group, int64_t micro_batch) {
+  trace_.push_back({kind, group, micro_batch, std::chrono::steady_clock::now()});
 }
 
 bool counts_in_sums(const TensorShare& share, const Parameter& parameter) {

@@ -11,7 +11,6 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
 #include "kernels/router.h"
-#include "trainer/replica.h"
 
 namespace palimpsest {
 
@@ -38,12 +37,14 @@ TrainStep::TrainStep(const LanguageModel& model, ParameterRegistry& registry, Co
                      const TrainStepOptions& options)
     : model_(model),
       registry_(registry),
+      reduction_(registry, *context.hooks),
       context_(context),
       options_(options),
       loss_options_{.z_loss = options.z_loss, .checkpointing = options.checkpointing},
       control_(numbers.allocate(DType::kF64, {kStepControlSize})),
       loss_sum_(numbers.allocate(DType::kF64, {1})),
       z_sum_(numbers.allocate(DType::kF64, {1})) {
+  context_.hooks = &reduction_;
   fill_zero(context_.stream, control_);
   const auto num_routed = static_cast<int64_t>(model.routed_layers().size());
   if (num_routed > 0)
@@ -53,13 +54,14 @@ TrainStep::TrainStep(const LanguageModel& model, ParameterRegistry& registry, Co
 
 void TrainStep::begin(int64_t num_targets) {
   loss_options_.grad_scale = 1.0 / static_cast<double>(std::max<int64_t>(num_targets, 1));
-  registry_.zero_gradients(context_.stream);
+  reduction_.begin(context_);
   fill_zero(context_.stream, loss_sum_);
   fill_zero(context_.stream, z_sum_);
   if (expert_load_.defined()) fill_zero(context_.stream, expert_load_);
 }
 
-void TrainStep::accumulate(const ModelInput& micro_batch) {
+void TrainStep::accumulate(const ModelInput& micro_batch, MicroBatch place) {
+  reduction_.begin_micro_batch(place == MicroBatch::kLast);
   model_.forward_backward(context_, micro_batch, loss_options_, loss_sum_, z_sum_);
 }
 
@@ -68,7 +70,7 @@ StepResult TrainStep::finish(double lr) {
   mesh.replica().all_reduce(context_.stream, loss_sum_, ReduceOp::kSum);
   mesh.replica().all_reduce(context_.stream, z_sum_, ReduceOp::kSum);
   if (expert_load_.defined()) mesh.replica().all_reduce(context_.stream, expert_load_, ReduceOp::kSum);
-  reduce_gradients(context_, registry_);
+  reduction_.finish(context_);
   accumulate_norm();
   const bool planning = context_.stream.is_planning();
   StepResult result;
@@ -83,7 +85,7 @@ StepResult TrainStep::finish(double lr) {
   prepare_step(context_.stream, control_, options_.grad_clip.value_or(0.0));
   update_parameters(lr);
   update_selection_biases();
-  gather_values(context_, registry_);
+  context_.hooks->values_changed(context_);
   if (!planning) result.applied = control_.data<double>()[kFinite] != 0.0;
   if (!planning) result.experts = expert_use();
   return result;
@@ -91,29 +93,29 @@ StepResult TrainStep::finish(double lr) {
 
 StepResult TrainStep::run(std::span<const ModelInput> micro_batches, int64_t num_targets, double lr) {
   begin(num_targets);
-  for (const ModelInput& micro_batch : micro_batches) accumulate(micro_batch);
+  for (size_t i = 0; i < micro_batches.size(); ++i)
+    accumulate(micro_batches[i], i + 1 == micro_batches.size() ? MicroBatch::kLast : MicroBatch::kInner);
   return finish(lr);
 }
 
 void TrainStep::accumulate_norm() {
   fill_zero(context_.stream, control_.rows(kNormSquared, 1));
   for (const Parameter& parameter : registry_.parameters())
-    if (counts_in_sums(context_, parameter))
-      accumulate_norm_squared(context_.stream, control_, parameter.shard_of(parameter.grad));
+    if (counts_in_sums(context_, parameter)) accumulate_norm_squared(context_.stream, control_, parameter.grad_shard);
   context_.mesh.world().all_reduce(context_.stream, control_.rows(kNormSquared, 1), ReduceOp::kSum);
 }
 
 void TrainStep::update_parameters(double lr) {
   for (const Parameter& parameter : registry_.parameters()) {
     if (options_.update == UpdateRule::kSgd) {
-      sgd_step(context_.stream, parameter.shard_of(parameter.value), parameter.shard_of(parameter.grad), control_, lr);
+      sgd_step(context_.stream, parameter.value_shard, parameter.grad_shard, control_, lr);
       continue;
     }
     AdamwOptions adamw = options_.adamw;
     adamw.lr = lr;
     if (parameter.spec.decay == WeightDecay::kNo) adamw.weight_decay = 0.0;
-    adamw_step(context_.stream, parameter.shard_of(parameter.value), parameter.adam_m, parameter.adam_v,
-               parameter.shard_of(parameter.grad), control_, adamw);
+    adamw_step(context_.stream, parameter.value_shard, parameter.adam_m, parameter.adam_v, parameter.grad_shard,
+               control_, adamw);
   }
 }
 
@@ -156,15 +158,17 @@ int64_t count_targets(const Tensor& targets) {
 }
 
 std::string first_non_finite_weight(const ParameterRegistry& registry) {
+  const bool sharded = registry.replica_share().zero >= 3;
   for (const Parameter& parameter : registry.parameters())
-    if (!all_finite(parameter.value)) return "weight " + parameter.spec.name;
+    if (!all_finite(sharded ? parameter.value_shard : parameter.value)) return "weight " + parameter.spec.name;
   return {};
 }
 
 std::string first_non_finite_gradient(const ParameterRegistry& registry) {
   const auto& parameters = registry.parameters();
+  const bool sharded = registry.replica_share().zero >= 2;
   for (auto parameter = parameters.rbegin(); parameter != parameters.rend(); ++parameter)
-    if (!all_finite(parameter->grad)) return "gradient of " + parameter->spec.name;
+    if (!all_finite(sharded ? parameter->grad_shard : parameter->grad)) return "gradient of " + parameter->spec.name;
   return {};
 }
 

@@ -1,6 +1,6 @@
 // One optimizer step: the gradient of any number of micro-batches, on every rank of the mesh those of its own rows, the
-// sum over the ranks, the global norm, AdamW on this rank's shard of the parameters. Knows neither files nor
-// consoles, so that tests, bench and the training loop drive the same code.
+// sum over the ranks (trainer/replica.h), the global norm, AdamW on this rank's shard of the parameters. Knows neither
+// files nor consoles, so that tests, bench and the training loop drive the same code.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,7 @@
 #include "model/layer.h"
 #include "model/parameters.h"
 #include "trainer/expert_use.h"
+#include "trainer/replica.h"
 
 namespace palimpsest {
 
@@ -37,20 +38,29 @@ struct StepResult {
   std::vector<ExpertUse> experts;  // a layer with routed experts each
 };
 
+// Whether a micro-batch is the last of its step: its backward can then send gradients on their way.
+enum class MicroBatch : uint8_t { kInner, kLast };
+
 class TrainStep {
  public:
-  // The registry must be bound for training and outlive this. A few numbers are taken from `numbers`.
+  // The registry must be bound for training and outlive this, as must what the context refers to: its hooks provide
+  // whole values, and are told when a step has changed them. A few numbers are taken from `numbers`.
   TrainStep(const LanguageModel& model, ParameterRegistry& registry, Context context, Arena& numbers,
             const TrainStepOptions& options);
+  TrainStep(const TrainStep&) = delete;
+  TrainStep& operator=(const TrainStep&) = delete;
 
   // Every rank of the mesh makes the same calls, with micro-batches of its own; num_targets and what finish() returns
   // are those of all ranks. A step is begin, accumulate for each micro-batch, finish. num_targets counts the scored
   // targets of the whole step: loss and gradient are divided by it once, so how the rows are cut into micro-batches
-  // makes no difference. A micro-batch without targets adds nothing.
+  // makes no difference. A micro-batch without targets adds nothing. Nothing is wrong where none is called the last,
+  // but what ranks send each other then waits for finish().
   void begin(int64_t num_targets);
-  void accumulate(const ModelInput& micro_batch);
+  void accumulate(const ModelInput& micro_batch, MicroBatch place = MicroBatch::kInner);
   StepResult finish(double lr);
   StepResult run(std::span<const ModelInput> micro_batches, int64_t num_targets, double lr);
+
+  const std::vector<ReductionEvent>& trace() const { return reduction_.trace(); }
 
   int64_t applied_steps() const;  // AdamW's counter
   void set_applied_steps(int64_t steps);
@@ -63,7 +73,8 @@ class TrainStep {
 
   const LanguageModel& model_;
   ParameterRegistry& registry_;
-  Context context_;
+  GradientReduction reduction_;
+  Context context_;  // with reduction_ as its hooks
   TrainStepOptions options_;
   LossOptions loss_options_;
   Tensor control_;      // [4] f64, see StepControl
@@ -76,7 +87,8 @@ class TrainStep {
 int64_t count_targets(const Tensor& targets);
 
 // For messages after a skipped step: "weight NAME" of the first parameter that holds a number that is not finite;
-// "gradient of NAME" of the first in the order in which backward fills them, from the head down. Empty: there is none.
+// "gradient of NAME" of the first in the order in which backward fills them, from the head down. Empty: there is none
+// in what this rank holds.
 std::string first_non_finite_weight(const ParameterRegistry& registry);
 std::string first_non_finite_gradient(const ParameterRegistry& registry);
 

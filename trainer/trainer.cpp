@@ -126,7 +126,9 @@ StepMetrics Trainer::train_one_step(Loader& loader) {
   StepBatches batches = loader.next();
   const double lr = learning_rate(config_.schedule, config_.optimizer.lr, state_.step + 1, total_steps_);
   step_->begin(batches.num_targets);
-  for (Batch& batch : batches.micro_batches) step_->accumulate(model_input(batch));
+  for (Batch& batch : batches.micro_batches)
+    step_->accumulate(model_input(batch),
+                      &batch == &batches.micro_batches.back() ? MicroBatch::kLast : MicroBatch::kInner);
   const StepResult result = step_->finish(lr);
   count_step(result, batches);
   const double tokens_per_second =

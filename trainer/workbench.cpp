@@ -9,8 +9,9 @@ Workbench::Workbench(const Config& config, const Mesh& mesh)
       device_(device_of(config)),
       dtype_(dtype_of(config)),
       registry_({.rank = mesh.tensor().rank(), .size = mesh.tensor().size()},
-                {.rank = mesh.replica().rank(), .size = mesh.replica().size()}),
-      model_(config.model, registry_) {
+                {.rank = mesh.replica().rank(), .size = mesh.replica().size(), .zero = config.parallel.zero}),
+      model_(config.model, registry_),
+      values_(registry_) {
   set_threads(config);
 }
 

@@ -8,6 +8,7 @@
 #include "model/language_model.h"
 #include "trainer/config.h"
 #include "trainer/memory_plan.h"
+#include "trainer/replica.h"
 
 namespace palimpsest {
 
@@ -34,7 +35,8 @@ class Workbench {
   Regions& regions() { return *regions_; }
   Stream& stream() { return *stream_; }
   Context context() {
-    return {.stream = *stream_, .activations = regions_->activations, .dtype = dtype_, .mesh = mesh_};
+    return {
+        .stream = *stream_, .activations = regions_->activations, .dtype = dtype_, .mesh = mesh_, .hooks = &values_};
   }
 
  private:
@@ -43,6 +45,7 @@ class Workbench {
   DType dtype_;
   ParameterRegistry registry_;
   LanguageModel model_;
+  WholeValues values_;
   std::optional<Regions> regions_;
   std::optional<Stream> stream_;
 };

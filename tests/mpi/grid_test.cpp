@@ -10,22 +10,17 @@
 
 #include "tests/mpi/mesh_run.h"
 #include "tests/mpi/world.h"
+#include "tests/support/tensors.h"
 
 namespace palimpsest {
 namespace {
 
 using mpi_test::MeshRun;
+using mpi_test::SharedBatch;
 
 constexpr double kLr = 4096.0;  // so that f32 updates stand well above the rounding of the weights they are read from
 
-std::vector<double> copy_of(const Tensor& tensor) {
-  std::vector<double> values(static_cast<size_t>(tensor.numel()));
-  for (size_t i = 0; i < values.size(); ++i)
-    values[i] = tensor.dtype() == DType::kF64 ? tensor.data<double>()[i] : tensor.data<float>()[i];
-  return values;
-}
-
-// Updates of all parameters (after - before), each of the shape of the block, by name.
+// Updates of all parameters (after - before), each of the rank's rows, by name.
 using Updates = std::map<std::string, std::vector<double>>;
 
 struct Outcome {
@@ -33,14 +28,14 @@ struct Outcome {
   Updates updates;
 };
 
-Outcome one_step(MeshRun& run, const std::vector<ModelInput>& micro_batches, int64_t num_targets) {
+Outcome one_step(MeshRun& run, const SharedBatch& batch) {
   Outcome outcome;
   for (const Parameter& parameter : run.registry().parameters())
-    outcome.updates[parameter.spec.name] = copy_of(parameter.value);
-  outcome.result = run.step().run(micro_batches, num_targets, kLr);
+    outcome.updates[parameter.spec.name] = support::values_of(parameter.value_shard);
+  outcome.result = run.step().run(batch.micro_batches(), batch.num_targets(), kLr);
   for (const Parameter& parameter : run.registry().parameters()) {
     std::vector<double>& update = outcome.updates[parameter.spec.name];
-    const std::vector<double> after = copy_of(parameter.value);
+    const std::vector<double> after = support::values_of(parameter.value_shard);
     for (size_t i = 0; i < update.size(); ++i) update[i] = after[i] - update[i];
   }
   return outcome;
@@ -48,36 +43,25 @@ Outcome one_step(MeshRun& run, const std::vector<ModelInput>& micro_batches, int
 
 struct Layout {
   MeshShape shape;
+  int64_t zero;
   DType dtype;
+  int64_t micro_batches = 2;  // on each data rank
 };
 
 class Grid : public testing::TestWithParam<Layout> {};
 
 TEST_P(Grid, EveryUpdateEqualsOneRanks) {
-  const auto [shape, dtype] = GetParam();
+  const auto [shape, zero, dtype, count] = GetParam();
   if (mpi_test::world().world_size() < shape.ranks()) GTEST_SKIP() << "needs " << shape.ranks() << " ranks";
   const auto mesh = mpi_test::world().make_mesh(shape, mpi_test::world_watchdog());
   if (!mesh) return;  // this rank is not in the mesh
 
-  // Four micro-batches of unlike numbers of targets, one of them without any; data rank r takes every data-th.
   const ModelConfig config = mpi_test::grouped_hybrid();
-  std::vector<support::OwnedBatch> batches;
-  const std::vector<std::vector<int64_t>> lengths = {{1, 3, 37, 30}, {130}, {1, 1}, {5, 64, 2}};
-  int64_t num_targets = 0;
-  for (size_t i = 0; i < lengths.size(); ++i) {
-    batches.emplace_back(support::random_documents(lengths[i], config.vocab_size, 100 + i));
-    num_targets += batches.back().num_targets();
-  }
-  std::vector<ModelInput> all, mine;
-  for (size_t i = 0; i < batches.size(); ++i) {
-    all.push_back(batches[i].input());
-    if (static_cast<int64_t>(i) % shape.data == mesh->data().rank()) mine.push_back(batches[i].input());
-  }
   const TrainStepOptions options = {.z_loss = 1e-3, .grad_clip = 0.05, .update = UpdateRule::kSgd};
-  MeshRun one(config, Mesh::single(), dtype, options, 130);
-  MeshRun split(config, *mesh, dtype, options, 130);
-  const Outcome expected = one_step(one, all, num_targets);
-  const Outcome got = one_step(split, mine, num_targets);
+  MeshRun one(config, Mesh::single(), dtype, options, SharedBatch::kMaxTokens);
+  MeshRun split(config, *mesh, dtype, options, SharedBatch::kMaxTokens, zero);
+  const Outcome expected = one_step(one, SharedBatch(config.vocab_size, 1, 0, 1, 3));
+  const Outcome got = one_step(split, SharedBatch(config.vocab_size, 1, mesh->data().rank(), shape.data, count));
 
   const double limit = dtype == DType::kF64 ? 1e-10 : 1e-5;
   EXPECT_NEAR(got.result.loss, expected.result.loss, limit * expected.result.loss);
@@ -88,36 +72,51 @@ TEST_P(Grid, EveryUpdateEqualsOneRanks) {
   double worst = 0;
   for (const Parameter& parameter : split.registry().parameters()) {
     std::vector<double> part = got.updates.at(parameter.spec.name), whole = expected.updates.at(parameter.spec.name);
-    const Tensor part_view(part.data(), DType::kF64, parameter.block.shape);
+    const Tensor part_view(part.data(), DType::kF64, parameter.value_shard.shape());
     const Tensor whole_view(whole.data(), DType::kF64, parameter.spec.shape);
-    const double error = mpi_test::block_error(parameter, part_view, whole_view);
+    const double error = mpi_test::block_error(parameter, part_view, whole_view, parameter.shard.begin);
     EXPECT_LE(error, limit) << parameter.spec.name;
     EXPECT_FALSE(std::isnan(error)) << parameter.spec.name;
     if (error >= worst) {
       worst = error;
       worst_name = parameter.spec.name;
     }
+    // With a low level of zero everybody has everything, and the same.
+    if (zero < 3) {
+      const double all =
+          mpi_test::block_error(parameter, parameter.value, one.registry().find(parameter.spec.name)->value);
+      EXPECT_LE(all, 10 * limit) << parameter.spec.name;
+    }
   }
   if (mesh->world().rank() == 0)
-    std::printf("data %ld, sequence %ld, tensor %ld, %s: worst update %s, %.1e\n", static_cast<long>(shape.data),
-                static_cast<long>(shape.sequence), static_cast<long>(shape.tensor), name_of(dtype), worst_name.c_str(),
-                worst);
+    std::printf("data %ld, sequence %ld, tensor %ld, zero %ld, %s: worst update %s, %.1e\n",
+                static_cast<long>(shape.data), static_cast<long>(shape.sequence), static_cast<long>(shape.tensor),
+                static_cast<long>(zero), name_of(dtype), worst_name.c_str(), worst);
 }
 
 std::vector<Layout> layouts() {
   std::vector<Layout> all;
-  for (DType dtype : {DType::kF64, DType::kF32})
-    for (const MeshShape& shape : {MeshShape{1, 1, 1}, MeshShape{2, 1, 1}, MeshShape{3, 1, 1}, MeshShape{1, 1, 2},
-                                   MeshShape{2, 1, 2}, MeshShape{1, 1, 4}, MeshShape{4, 1, 2}, MeshShape{8, 1, 1}})
-      all.push_back({shape, dtype});
+  for (const MeshShape& shape : {MeshShape{1, 1, 1}, MeshShape{2, 1, 1}, MeshShape{3, 1, 1}, MeshShape{1, 1, 2},
+                                 MeshShape{2, 1, 2}, MeshShape{1, 1, 4}, MeshShape{4, 1, 2}, MeshShape{8, 1, 1}}) {
+    for (const int64_t zero : {1, 2, 3}) {
+      if (zero > 1 && shape.data * shape.sequence == 1) continue;  // nothing to share
+      all.push_back({shape, zero, DType::kF64});
+      if (zero != 2) all.push_back({shape, zero, DType::kF32});
+    }
+  }
+  for (const int64_t zero : {1, 2, 3})
+    for (const int64_t micro_batches : {1, 4}) all.push_back({{2, 1, 1}, zero, DType::kF64, micro_batches});
   return all;
 }
 
-INSTANTIATE_TEST_SUITE_P(Layouts, Grid, testing::ValuesIn(layouts()), [](const auto& info) {
-  const MeshShape& shape = info.param.shape;
+std::string name_of_case(const testing::TestParamInfo<Layout>& info) {
+  const auto& [shape, zero, dtype, count] = info.param;
   return "data" + std::to_string(shape.data) + "_sequence" + std::to_string(shape.sequence) + "_tensor" +
-         std::to_string(shape.tensor) + "_" + name_of(info.param.dtype);
-});
+         std::to_string(shape.tensor) + "_zero" + std::to_string(zero) + "_" + name_of(dtype) + "_micro" +
+         std::to_string(count);
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, Grid, testing::ValuesIn(layouts()), name_of_case);
 
 }  // namespace
 }  // namespace palimpsest

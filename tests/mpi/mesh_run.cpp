@@ -37,29 +37,42 @@ ModelConfig grouped_hybrid() {
 }
 
 MeshRun::MeshRun(const ModelConfig& config, const Mesh& mesh, DType dtype, const TrainStepOptions& options,
-                 int64_t max_tokens)
+                 int64_t max_tokens, int64_t zero)
     : mesh_(mesh),
       dtype_(dtype),
       registry_({.rank = mesh.tensor().rank(), .size = mesh.tensor().size()},
-                {.rank = mesh.replica().rank(), .size = mesh.replica().size()}),
+                {.rank = mesh.replica().rank(), .size = mesh.replica().size(), .zero = zero}),
       model_(config, registry_) {
   std::vector<int32_t> ids(static_cast<size_t>(max_tokens), 0);
   const Tensor tokens(ids.data(), DType::kI32, {max_tokens});
-  const ModelInput input = {.tokens = tokens,
-                            .targets = tokens,
-                            .sequence = {.documents = Documents::single(max_tokens), .positions = tokens}};
+  const auto input = [&](int64_t document_length) {
+    return ModelInput{
+        .tokens = tokens,
+        .targets = tokens,
+        .sequence = {.documents = Documents::rows(max_tokens / document_length, document_length), .positions = tokens}};
+  };
   Regions planned = Regions::planning(Device::kCpu);
   const auto bind = [&](Regions& regions, Stream& stream) {
     registry_.bind(dtype, ParameterUse::kTraining, regions.parameters, regions.gradients, regions.optimizer);
-    step_.emplace(model_, registry_, Context{stream, regions.activations, dtype_, mesh_}, regions.optimizer, options);
+    values_.emplace(registry_);
+    step_.emplace(
+        model_, registry_,
+        Context{
+            .stream = stream, .activations = regions.activations, .dtype = dtype_, .mesh = mesh_, .hooks = &*values_},
+        regions.optimizer, options);
   };
   {
     Stream stream(Device::kCpu, planned.scratch);
     bind(planned, stream);
-    step_->run({&input, 1}, 1, 0.0);
-    Context context{stream, planned.activations, dtype_, mesh_};
+    for (const int64_t document_length : {max_tokens, int64_t{1}}) {
+      const ModelInput batch = input(document_length);
+      step_->run({&batch, 1}, 1, 0.0);
+    }
+    Context context{
+        .stream = stream, .activations = planned.activations, .dtype = dtype_, .mesh = mesh_, .hooks = &*values_};
     Arena::Scope scope(planned.activations);
-    model_.forward_logits(context, input, planned.activations.allocate(dtype, {max_tokens, config.vocab_size}));
+    model_.forward_logits(context, input(max_tokens),
+                          planned.activations.allocate(dtype, {max_tokens, config.vocab_size}));
   }
   regions_.emplace(Device::kCpu, planned.peaks());
   stream_.emplace(Device::kCpu, regions_->scratch);
@@ -68,21 +81,38 @@ MeshRun::MeshRun(const ModelConfig& config, const Mesh& mesh, DType dtype, const
   registry_.zero_optimizer(*stream_);
 }
 
-double block_error(const Parameter& parameter, const Tensor& part, const Tensor& whole) {
+SharedBatch::SharedBatch(int64_t vocab_size, uint64_t seed, int64_t data_rank, int64_t data_size, int64_t count) {
+  const std::vector<std::vector<int64_t>> lengths = {{1, 3, 37}, {30, 4}, {130}, {1, 1}, {5}, {64, 2}, {9, 2}, {1}};
+  std::vector<std::vector<std::vector<int32_t>>> mine(static_cast<size_t>(count));
+  for (size_t row = 0; row < lengths.size(); ++row) {
+    const auto documents = support::random_documents(lengths[row], vocab_size, seed * lengths.size() + row);
+    for (const auto& document : documents) num_targets_ += static_cast<int64_t>(document.size()) - 1;
+    const auto index = static_cast<int64_t>(row);
+    if (index % data_size != data_rank) continue;
+    auto& micro_batch = mine[index / data_size % count];
+    micro_batch.insert(micro_batch.end(), documents.begin(), documents.end());
+  }
+  for (auto& documents : mine) {
+    if (documents.empty()) documents.push_back({5});  // nothing to score
+    inputs_.push_back(batches_.emplace_back(documents).input());
+  }
+}
+
+double block_error(const Parameter& parameter, const Tensor& part, const Tensor& whole, int64_t first_row) {
   const Shape& global = parameter.spec.shape;
   const TensorBlock& block = parameter.block;
   double difference = 0, reference = 0;
   for (int64_t i = 0; i < part.numel(); ++i) {
-    int64_t rest = i, index = 0, stride = 1;
+    int64_t rest = first_row * part.row_size() + i, index = 0, stride = 1;
     for (int dim = global.num_dims() - 1; dim >= 0; --dim) {
       index += (block.start[dim] + rest % block.shape[dim]) * stride;
       rest /= block.shape[dim];
       stride *= global[dim];
     }
-    const double a = element(part, i), b = element(whole, index);
-    difference += (a - b) * (a - b);
-    reference += b * b;
+    const double error = element(part, i) - element(whole, index);
+    difference += error * error;
   }
+  for (int64_t i = 0; i < whole.numel(); ++i) reference += element(whole, i) * element(whole, i);
   return std::sqrt(difference) / std::max(std::sqrt(reference), 1e-300);
 }
 
