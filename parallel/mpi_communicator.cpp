@@ -1,7 +1,9 @@
 #include "parallel/mpi_communicator.h"
 
+#include <chrono>
 #include <climits>
 #include <cstddef>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -16,12 +18,26 @@ class MpiPending : public Pending {
 
   MPI_Request* add_request() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
 
+  // Not MPI_Waitall, which keeps a core busy that another rank of an oversubscribed machine may need in order to
+  // arrive.
   void wait() override {
+    using Clock = std::chrono::steady_clock;
     const Watchdog::Guard guard(watchdog_, operation_, axis_);
-    check_mpi(MPI_Waitall(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE), operation_);
+    const auto patience = Clock::now() + kBusyWait;
+    while (!is_done())
+      if (Clock::now() > patience) std::this_thread::sleep_for(kNap);
   }
 
  private:
+  static constexpr std::chrono::microseconds kBusyWait{50}, kNap{50};
+
+  bool is_done() {
+    int done = 0;
+    check_mpi(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done, MPI_STATUSES_IGNORE),
+              operation_);
+    return done != 0;
+  }
+
   const char* operation_;
   const std::string& axis_;
   Watchdog& watchdog_;
