@@ -28,12 +28,6 @@ std::string byte_piece(int byte) {
   return text;
 }
 
-std::string hexadecimal(uint64_t value) {
-  char text[17];
-  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(value));
-  return text;
-}
-
 // The library's message without its source position, on one line.
 std::string cause(const sentencepiece::util::Status& status) {
   std::string text = status.ToString();
@@ -64,15 +58,13 @@ size_t plain_length(std::string_view text) {
 
 class SentencePieceTokenizer : public Tokenizer {
  public:
-  SentencePieceTokenizer(std::string name, std::string hash, std::vector<std::string> bytes_of,
-                         std::unique_ptr<sentencepiece::SentencePieceProcessor> processor)
-      : Tokenizer(std::move(name), std::move(hash), std::move(bytes_of), processor->bos_id(), processor->eos_id()),
-        processor_(std::move(processor)) {
+  SentencePieceTokenizer(TokenizerTable table, std::unique_ptr<sentencepiece::SentencePieceProcessor> processor)
+      : Tokenizer(std::move(table)), processor_(std::move(processor)) {
     for (int byte = 0; byte < kNumBytes; ++byte) byte_id_[byte] = processor_->PieceToId(byte_piece(byte));
   }
 
  private:
-  void encode_window(std::string_view text, std::vector<int32_t>& ids) const override {
+  void encode_window(std::string_view text, const EncodeOptions&, std::vector<int32_t>& ids) const override {
     while (!text.empty()) {
       const size_t length = plain_length(text);
       encode_plain(text.substr(0, length), ids);
@@ -181,9 +173,12 @@ std::unique_ptr<Tokenizer> load_sentencepiece(const std::string& path) {
     bytes_of[id] = std::string(1, static_cast<char>(byte));
   }
   check_lossless(path, *processor, bytes_of);
-  return std::make_unique<SentencePieceTokenizer>(std::filesystem::path(path).filename().string(),
-                                                  hexadecimal(hash_of(model)), std::move(bytes_of),
-                                                  std::move(processor));
+  TokenizerTable table = {.name = std::filesystem::path(path).filename().string(),
+                          .hash = tokenizer_hash_of(model),
+                          .bytes_of = std::move(bytes_of),
+                          .bos = processor->bos_id(),
+                          .eos = processor->eos_id()};
+  return std::make_unique<SentencePieceTokenizer>(std::move(table), std::move(processor));
 }
 
 std::string train_sentencepiece(const std::function<bool(std::string&)>& next_text, int64_t vocab_size) {

@@ -48,7 +48,7 @@ EncodedPiece encode(const CorpusPiece& piece, const Tokenizer& tokenizer, const 
   for (const CorpusPiece::Part& part : piece.parts) {
     const std::string_view text = text_of(piece, part, field, json);
     if (text.empty()) continue;
-    tokenizer.encode(text, encoded.ids);
+    tokenizer.encode(text, encoded.ids, {.continues = !part.begins_document});
     encoded.parts.push_back(
         {encoded.ids.size(), static_cast<int64_t>(text.size()), part.begins_document, part.ends_document});
   }
@@ -103,6 +103,7 @@ TokenizeProgress tokenize(const TokenizeOptions& options) {
       num_threads, [&](CorpusPiece piece) { return encode(piece, *tokenizer, options.corpus.text_field); });
 
   TokenizeProgress progress;
+  progress.tokenizer_loss = tokenizer->loss();
   progress.input_bytes_total = corpus.total_bytes();
   const auto update = [&] {
     progress.input_bytes = corpus.bytes_read();

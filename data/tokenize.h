@@ -14,6 +14,7 @@ struct TokenizeProgress {
   int64_t input_bytes = 0;        // read of the files on the disk
   int64_t input_bytes_total = 0;  // of all files
   ShardTotals written;
+  std::string tokenizer_loss;  // Tokenizer::loss
   double seconds = 0.0;
   double megabytes_per_second() const {  // of text, which for .gz is more than what was read
     return seconds > 0.0 ? static_cast<double>(written.text_bytes) * 1e-6 / seconds : 0.0;
@@ -22,7 +23,7 @@ struct TokenizeProgress {
 
 struct TokenizeOptions {
   CorpusOptions corpus;
-  std::string tokenizer = "bytes";  // or the path of a SentencePiece model
+  std::string tokenizer = "bytes";  // or a file, see load_tokenizer
   std::string output;               // a folder that does not exist yet, or is empty
   int64_t shard_tokens = ShardWriter::kDefaultShardTokens;
   int num_threads = 0;                                    // 0: all cores

@@ -144,7 +144,9 @@ class Parser {
         ->required()
         ->expected(-1);
     command.add_option("--out", tokenize_.out, "folder for the shards; must be empty or not exist")->required();
-    command.add_option("--tokenizer", tokenize_.tokenizer, "bytes, or the path of a SentencePiece model")
+    command
+        .add_option("--tokenizer", tokenize_.tokenizer,
+                    "bytes, or the path of a SentencePiece model, a tokenizer.json or a tiktoken.model")
         ->capture_default_str();
     command
         .add_option(

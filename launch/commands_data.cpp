@@ -32,6 +32,8 @@ int run_command(const TokenizeArguments& arguments, Console& console) {
   };
   const TokenizeProgress done = tokenize(options);
   bar.reset();
+  if (!done.tokenizer_loss.empty())
+    console.warning(arguments.tokenizer + " cannot give every text back: " + done.tokenizer_loss);
   console.info(fmt::format("{}: {} documents, {} tokens in {} shards from {:.1f} MB of text, {:.1f} MB/s",
                            arguments.out, done.written.documents, done.written.tokens, done.written.shards,
                            static_cast<double>(done.written.text_bytes) * 1e-6, done.megabytes_per_second()));

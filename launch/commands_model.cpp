@@ -86,7 +86,7 @@ int run_command(const GenerateArguments& arguments, Console& console) {
                                .stop = tokenizer->eos(),
                                .num_ids = tokenizer->vocab_size(),
                                .sampling = arguments.sampling};
-  tokenizer->encode(arguments.prompt, request.prompt);
+  tokenizer->encode(arguments.prompt, request.prompt, {.special_tokens = true});
   Workbench bench(config);
   bench.allocate(ParameterUse::kInference,
                  rehearse_generation(bench.model(), bench.registry(), bench.device(), bench.dtype(), request));

@@ -87,7 +87,7 @@ struct DataConfig {
   void visit(V& v) {
     v("train", train, "token shards to train on: a path, or a list of {path, weight}");
     v("eval", eval, "token shards to evaluate on: a path, or a map of name: path");
-    v("tokenizer", tokenizer, "bytes, or the path of a SentencePiece model");
+    v("tokenizer", tokenizer, "bytes, or the path of a SentencePiece model, a tokenizer.json or a tiktoken.model");
     v("sequence_length", sequence_length, "targets in a row");
   }
 };
