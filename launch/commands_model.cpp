@@ -1,12 +1,14 @@
 // Commands that use a trained model: eval, score, generate, inspect, import.
 #include <cstdio>
 #include <functional>
+#include <optional>
 
 #include "data/file_ops.h"
 #include "data/tokenizer.h"
 #include "launch/commands.h"
 #include "launch/exit_code.h"
 #include "launch/version.h"
+#include "parallel/agreement.h"
 #include "trainer/checkpoint_folder.h"
 #include "trainer/checkpoint_inspect.h"
 #include "trainer/evaluation.h"
@@ -43,60 +45,97 @@ std::string report_of(const std::vector<std::pair<std::string, Evaluation>>& eva
   return report.text();
 }
 
+std::unique_ptr<Tokenizer> checked_tokenizer(const Config& config) {
+  std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(config.data.tokenizer);
+  if (tokenizer->vocab_size() > config.model.vocab_size)
+    throw_user_error("data.tokenizer ", config.data.tokenizer, " has ", tokenizer->vocab_size(),
+                     " ids, model.vocab_size is ", config.model.vocab_size);
+  return tokenizer;
+}
+
+GenerationRequest request_of(const GenerateArguments& arguments, const Tokenizer& tokenizer) {
+  validate(arguments.sampling);
+  GenerationRequest request = {.prompt = {tokenizer.bos()},
+                               .max_tokens = arguments.max_tokens,
+                               .stop = tokenizer.eos(),
+                               .num_ids = tokenizer.vocab_size(),
+                               .sampling = arguments.sampling};
+  tokenizer.encode(arguments.prompt, request.prompt, {.special_tokens = true});
+  return request;
+}
+
 }  // namespace
 
-int run_command(const EvalArguments& arguments, Console& console) {
-  const Config config = load_resolved(arguments.config);
-  const EvaluationOptions options = evaluation_options(config, arguments.stride);
-  const std::vector<EvalSet> sets = open_eval_sets(config);
-  if (sets.empty()) throw_user_error("data.eval is missing: give a folder of token shards to evaluate on");
-  Workbench bench(config);
-  prepare_evaluation(config, bench, console);
+int run_command(const EvalArguments& arguments, Ranks& ranks, Console& console) {
+  const Config config = load_resolved(arguments.config, ranks);
+  const Mesh& mesh = ranks.lay_out(config.parallel, console);
+  EvaluationOptions options;
+  std::vector<EvalSet> sets;
+  std::optional<Workbench> bench;
+  agree(mesh.world(), [&] {
+    options = evaluation_options(config, arguments.stride);
+    sets = open_eval_sets(config);
+    if (sets.empty()) throw_user_error("data.eval is missing: give a folder of token shards to evaluate on");
+    bench.emplace(config, mesh);
+    prepare_evaluation(config, *bench, console);
+  });
+  std::vector<RankItem> contents;
+  for (const EvalSet& set : sets) contents.push_back(contents_of("data.eval " + set.name, *set.dataset));
+  check_same_on_ranks(mesh.world(), contents);
   std::vector<std::pair<std::string, Evaluation>> evaluations;
   for (const EvalSet& set : sets) {
-    const Evaluation evaluation = evaluate(bench.model(), bench.context(), *set.dataset, options, console, set.name);
+    const Evaluation evaluation = evaluate(bench->model(), bench->context(), *set.dataset, options, console, set.name);
     console.info(set.name + ": " + to_text(evaluation));
     evaluations.emplace_back(set.name, evaluation);
   }
-  if (!arguments.json.empty()) write_file_atomically(arguments.json, report_of(evaluations) + "\n");
+  agree(mesh.world(), [&] {
+    if (ranks.is_first() && !arguments.json.empty())
+      write_file_atomically(arguments.json, report_of(evaluations) + "\n");
+  });
   return kExitSuccess;
 }
 
-int run_command(const ScoreArguments& arguments, Console& console) {
-  const Config config = load_resolved(arguments.config);
-  const EvaluationOptions options = evaluation_options(config, arguments.stride);
-  const std::unique_ptr<Dataset> dataset = open_checked_dataset(arguments.tokens, config);
-  Workbench bench(config);
-  prepare_evaluation(config, bench, console);
+int run_command(const ScoreArguments& arguments, Ranks& ranks, Console& console) {
+  const Config config = load_resolved(arguments.config, ranks);
+  const Mesh& mesh = ranks.lay_out(config.parallel, console);
+  EvaluationOptions options;
+  std::unique_ptr<Dataset> dataset;
+  std::optional<Workbench> bench;
+  agree(mesh.world(), [&] {
+    options = evaluation_options(config, arguments.stride);
+    dataset = open_checked_dataset(arguments.tokens, config);
+    bench.emplace(config, mesh);
+    prepare_evaluation(config, *bench, console);
+  });
+  check_same_on_ranks(mesh.world(), {contents_of(arguments.tokens, *dataset)});
   const Evaluation evaluation =
-      score_to_file(bench.model(), bench.context(), *dataset, options, console, arguments.out);
+      score_to_file(bench->model(), bench->context(), *dataset, options, console, arguments.out);
   console.info(arguments.out + ": " + to_text(evaluation));
   return kExitSuccess;
 }
 
-int run_command(const GenerateArguments& arguments, Console& console) {
-  const Config config = load_resolved(arguments.config);
-  validate(arguments.sampling);
-  const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(config.data.tokenizer);
-  if (tokenizer->vocab_size() > config.model.vocab_size)
-    throw_user_error("data.tokenizer ", config.data.tokenizer, " has ", tokenizer->vocab_size(),
-                     " ids, model.vocab_size is ", config.model.vocab_size);
-  GenerationRequest request = {.prompt = {tokenizer->bos()},
-                               .max_tokens = arguments.max_tokens,
-                               .stop = tokenizer->eos(),
-                               .num_ids = tokenizer->vocab_size(),
-                               .sampling = arguments.sampling};
-  tokenizer->encode(arguments.prompt, request.prompt, {.special_tokens = true});
-  Workbench bench(config);
-  bench.allocate(ParameterUse::kInference,
-                 rehearse_generation(bench.model(), bench.registry(), bench.device(), bench.dtype(), request));
-  load_trained_weights(config, bench, console);
-  const auto write = [](std::string_view text) {
+int run_command(const GenerateArguments& arguments, Ranks& ranks, Console& console) {
+  const Config config = load_resolved(arguments.config, ranks);
+  const Mesh& mesh = ranks.lay_out(config.parallel, console);
+  std::unique_ptr<Tokenizer> tokenizer;
+  GenerationRequest request;
+  std::optional<Workbench> bench;
+  agree(mesh.world(), [&] {
+    tokenizer = checked_tokenizer(config);
+    request = request_of(arguments, *tokenizer);
+    bench.emplace(config, mesh);
+    bench->allocate(ParameterUse::kInference, rehearse_generation(bench->model(), bench->registry(), bench->device(),
+                                                                  bench->dtype(), request, mesh));
+    load_trained_weights(config, *bench, console);
+  });
+  // Every rank draws the same text; the first one writes it.
+  const auto write = [&](std::string_view text) {
+    if (!ranks.is_first()) return;
     if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0)
       throw_user_error("standard output cannot be written");
   };
   write(arguments.prompt);
-  generate(bench.model(), bench.context(), request, [&](int32_t token) { write(tokenizer->bytes_of(token)); });
+  generate(bench->model(), bench->context(), request, [&](int32_t token) { write(tokenizer->bytes_of(token)); });
   write("\n");
   return kExitSuccess;
 }

@@ -3,6 +3,7 @@
 #include "launch/commands.h"
 #include "launch/exit_code.h"
 #include "launch/version.h"
+#include "parallel/agreement.h"
 #include "trainer/config_fields.h"
 #include "trainer/run_setup.h"
 #include "trainer/trainer.h"
@@ -27,17 +28,28 @@ Config load_resolved(const ConfigArguments& arguments) {
   return resolve(load_config(arguments.path, arguments.overrides), kHasCuda);
 }
 
-int run_command(const TrainArguments& arguments, Console& console) {
-  const Config config = load_resolved(arguments.config);
+Config load_resolved(const ConfigArguments& arguments, Ranks& ranks) {
+  Config config;
+  agree(ranks.world(), [&] { config = load_resolved(arguments); });
+  std::vector<RankItem> items = {{"the build", git_hash()}};
+  for (const ConfigField& field : list_fields(config))
+    if (!field.is_section) items.push_back({field.key, field.value});
+  check_same_on_ranks(ranks.world(), items);
+  return config;
+}
+
+int run_command(const TrainArguments& arguments, Ranks& ranks, Console& console) {
+  const Config config = load_resolved(arguments.config, ranks);
   if (!arguments.print_key.empty()) {
-    print_field(config, arguments.print_key);
+    if (ranks.is_first()) print_field(config, arguments.print_key);
     return kExitSuccess;
   }
-  validate_for_training(config);
+  agree(ranks.world(), [&] { validate_for_training(config); });
+  const Mesh& mesh = ranks.lay_out(config.parallel, console);
   if (arguments.dry_run) {
-    dry_run(config, Mesh::single(), console);
+    dry_run(config, mesh, console);
   } else {
-    train(config, Mesh::single(), git_hash(), console);
+    train(config, mesh, git_hash(), console);
   }
   return kExitSuccess;
 }

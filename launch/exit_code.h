@@ -1,14 +1,16 @@
 #pragma once
 
+#include "parallel/watchdog.h"
+
 namespace palimpsest {
 
 // Statuses of the process.
 enum ExitCode : int {
   kExitSuccess = 0,
-  kExitFault = 1,       // a fault inside the program
-  kExitUserError = 2,   // arguments, config, data or files
-  kExitRankFailed = 3,  // another rank failed, or a deadline passed
-  kExitNonFinite = 4,   // training stopped after repeated non-finite steps
+  kExitFault = 1,                       // a fault inside the program
+  kExitUserError = 2,                   // arguments, config, data or files
+  kExitRankFailed = kStatusRankFailed,  // 3: another rank failed, or a deadline passed
+  kExitNonFinite = 4,                   // training stopped after repeated non-finite steps
 };
 
 }  // namespace palimpsest

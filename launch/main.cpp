@@ -1,7 +1,6 @@
 // palimpsest: reads the command line, runs one subcommand, and turns what is thrown into one line and an exit code.
 #include <cstdio>
 #include <exception>
-#include <optional>
 #include <string>
 #include <variant>
 
@@ -10,6 +9,8 @@
 #include "launch/arguments.h"
 #include "launch/commands.h"
 #include "launch/exit_code.h"
+#include "launch/ranks.h"
+#include "parallel/agreement.h"
 #include "parallel/mpi_session.h"
 #include "trainer/trainer.h"
 
@@ -17,45 +18,78 @@ namespace palimpsest {
 
 namespace {
 
-// Ranks for now: what mpirun starts beyond one has no work.
-void require_one_rank(const std::optional<MpiSession>& mpi) {
-  if (!mpi || mpi->world_size() == 1) return;
-  throw_user_error("started as ", mpi->world_size(),
-                   " ranks, but one is supported so far: start it without mpirun, or with mpirun -n 1");
-}
+template <class Command>
+concept RunsOnAllRanks = requires(const Command& command, Ranks& ranks, Console& console) {
+  run_command(command, ranks, console);
+};
 
-int run(int argc, char** argv, std::optional<MpiSession>& mpi) {
-  const Arguments arguments = parse_arguments(argc, argv);
-  // Without a launcher there is one rank, which needs no MPI and none of the time it takes to start.
-  if (started_by_launcher()) mpi.emplace(&argc, &argv);
-  require_one_rank(mpi);
-  if (!std::holds_alternative<TextArguments>(arguments)) check_blas();
+int run(int argc, char** argv, Ranks& ranks) {
+  Arguments arguments;
+  agree(ranks.world(), [&] {
+    arguments = parse_arguments(argc, argv);
+    if (!std::holds_alternative<TextArguments>(arguments)) check_blas();
+  });
+  ConsoleOptions options;
+  if (!ranks.is_first()) options.style = ConsoleOptions::Style::kSilent;
   // The text that `generate` writes has standard output to itself.
-  Console console(std::holds_alternative<GenerateArguments>(arguments) ? stderr : stdout);
-  return std::visit([&](const auto& named) { return run_command(named, console); }, arguments);
+  Console console(std::holds_alternative<GenerateArguments>(arguments) ? stderr : stdout, options);
+  return std::visit(
+      [&]<class Command>(const Command& command) {
+        if constexpr (RunsOnAllRanks<Command>) {
+          return run_command(command, ranks, console);
+        } else {
+          agree(ranks.world(), [&] {
+            if (ranks.size() > 1)
+              throw_user_error("this command runs as one rank, not as ", ranks.size(), "; start it without mpirun");
+          });
+          return run_command(command, console);
+        }
+      },
+      arguments);
 }
 
-// One line on standard error, whatever the message; from the first rank alone, since all ranks meet the same error.
-void print_error(const std::optional<MpiSession>& mpi, std::string message) {
-  if (mpi && mpi->world_rank() != 0) return;
+std::string one_line(std::string message) {
   for (char& c : message)
     if (c == '\n' || c == '\r') c = ' ';
-  std::fprintf(stderr, "error: %s\n", message.c_str());
+  return message;
+}
+
+// What all ranks know is printed by the first one, and every rank returns.
+int report_of_all(const Ranks& ranks, const std::exception& error, int status) {
+  if (ranks.is_first()) std::fprintf(stderr, "error: %s\n", one_line(error.what()).c_str());
+  return status;
+}
+
+// What one rank alone knows ends the job.
+int report(const Ranks& ranks, const std::exception& error, int status) {
+  if (ranks.size() > 1) fail_job(ranks.rank(), one_line(error.what()));
+  return report_of_all(ranks, error, status);
+}
+
+int status_of(RanksFailed::Kind kind) {
+  switch (kind) {
+    case RanksFailed::Kind::kUserErrorOfAll:
+      return kExitUserError;
+    case RanksFailed::Kind::kFaultOfAll:
+      return kExitFault;
+    case RanksFailed::Kind::kOfSome:
+      break;
+  }
+  return kExitRankFailed;
 }
 
 int run_and_report(int argc, char** argv) {
-  std::optional<MpiSession> mpi;
+  Ranks ranks(&argc, &argv);
   try {
-    return run(argc, argv, mpi);
-  } catch (const UserError& error) {
-    print_error(mpi, error.what());
-    return kExitUserError;
+    return run(argc, argv, ranks);
+  } catch (const RanksFailed& error) {
+    return report_of_all(ranks, error, status_of(error.kind()));
   } catch (const NonFiniteStop& error) {
-    print_error(mpi, error.what());
-    return kExitNonFinite;
+    return report_of_all(ranks, error, kExitNonFinite);
+  } catch (const UserError& error) {
+    return report(ranks, error, kExitUserError);
   } catch (const std::exception& error) {
-    print_error(mpi, error.what());
-    return kExitFault;
+    return report(ranks, error, kExitFault);
   }
 }
 

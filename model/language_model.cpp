@@ -17,6 +17,7 @@
 #include "model/moe.h"
 #include "model/residual.h"
 #include "model/tensor_parallel.h"
+#include "parallel/agreement.h"
 
 namespace palimpsest {
 
@@ -240,12 +241,15 @@ void LanguageModel::forward_logits(Context& context, const ModelInput& input, Te
 std::string LanguageModel::first_non_finite_output(Context& context, const ModelInput& input) const {
   Arena& keep = context.activations;
   Arena::Scope scope(keep);
+  Communicator& world = context.mesh.world();
   const Tensor x = keep.allocate(context.dtype, {tokens_of_rank(context, input.tokens.dim(0)), config_.hidden_size});
   const Tensor y = keep.allocate(context.dtype, x.shape());
   std::string first;
   // Goes on to the end, so that all ranks send each other the same whatever each of them finds.
   const auto look_at = [&](const Tensor& output, const std::string& name) {
-    if (first.empty() && !all_finite(output)) first = "output of " + name;
+    if (!first.empty()) return;
+    const std::optional<int64_t> rank = first_rank_where(world, !all_finite(output));
+    if (rank) first = "output of " + name + (world.size() > 1 ? fmt::format(" on rank {}", *rank) : "");
   };
   embed(context, input.tokens, x);
   look_at(x, "the embedding");

@@ -61,7 +61,8 @@ class LanguageModel {
   void forward_logits(Context& context, const ModelInput& input, Tensor logits) const;
 
   // For finding faults: runs forward and names the first output that holds a number that is not finite, for example
-  // "output of the kda mixer of model.layers.3"; empty when there is none on this rank. All ranks call it, or none.
+  // "output of the kda mixer of model.layers.3 on rank 5"; empty when there is none. Every rank of the mesh calls it,
+  // each with tokens of its own, and gets the same answer.
   std::string first_non_finite_output(Context& context, const ModelInput& input) const;
 
   // Decoding of one sequence: the state of every block.

@@ -60,6 +60,33 @@ std::string text_of_some(Communicator& group, const std::vector<std::string>& ou
                              more > 0 ? detail::concatenate(" (and ", more, " more ranks failed)") : "");
 }
 
+constexpr char kSeparator = '\0';
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> parts;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = text.find(kSeparator, begin);
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return parts;
+}
+
+std::string joined(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += part + kSeparator;
+  return text;
+}
+
+// Of this rank: name, value of rank 0 and own value of the first item that differs; empty when all are equal.
+std::string first_difference(const std::vector<RankItem>& items, const std::vector<std::string>& first_rank) {
+  for (size_t i = 0; i < items.size(); ++i) {
+    const std::string there = 2 * i + 1 < first_rank.size() ? first_rank[2 * i + 1] : "nothing";
+    if (items[i].value != there) return joined({items[i].name, there, items[i].value});
+  }
+  return {};
+}
+
 }  // namespace
 
 int64_t max_over(Communicator& group, int64_t value) {
@@ -72,6 +99,11 @@ double sum_over(Communicator& group, double value) {
 
 int64_t sum_over(Communicator& group, int64_t value) {
   return reduced(group, DType::kI64, value, ReduceOp::kSum);
+}
+
+std::optional<int64_t> first_rank_where(Communicator& group, bool yes) {
+  const int64_t largest = max_over(group, yes ? group.size() - group.rank() : 0);
+  return largest == 0 ? std::nullopt : std::optional(group.size() - largest);
 }
 
 std::vector<std::string> gather_texts(Communicator& group, const std::string& text) {
@@ -113,6 +145,26 @@ void agree(Communicator& group, const std::function<void()>& body) {
   if (!alike) throw RanksFailed(text_of_some(group, outcomes), RanksFailed::Kind::kOfSome);
   throw RanksFailed(mine.substr(1),
                     mine[0] == kUser ? RanksFailed::Kind::kUserErrorOfAll : RanksFailed::Kind::kFaultOfAll);
+}
+
+void check_same_on_ranks(Communicator& group, const std::vector<RankItem>& items) {
+  std::vector<std::string> words;
+  for (const RankItem& item : items) {
+    words.push_back(item.name);
+    words.push_back(item.value);
+  }
+  const std::string mine = first_difference(items, split(broadcast_text(group, joined(words))));
+  if (max_over(group, mine.empty() ? 0 : 1) == 0) return;
+  const std::vector<std::string> all = gather_texts(group, mine), hosts = gather_texts(group, host_name());
+  const std::string example = *std::find_if(all.begin(), all.end(), [](const auto& text) { return !text.empty(); });
+  const std::vector<std::string> parts = split(example);
+  std::string ranks;
+  for (size_t i = 0; i < all.size(); ++i)
+    if (all[i] == example)
+      ranks += detail::concatenate(ranks.empty() ? "" : ", ", "rank ", static_cast<int64_t>(i), " on ", hosts[i]);
+  throw RanksFailed(detail::concatenate("the ranks differ in ", parts[0], ": ", parts[1], " on rank 0 on ", hosts[0],
+                                        ", but ", parts[2], " on ", ranks),
+                    RanksFailed::Kind::kUserErrorOfAll);
 }
 
 std::string host_name() {

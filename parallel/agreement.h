@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -15,6 +16,8 @@ namespace palimpsest {
 int64_t max_over(Communicator& group, int64_t value);
 double sum_over(Communicator& group, double value);
 int64_t sum_over(Communicator& group, int64_t value);
+// The lowest rank that says yes; none when no rank does.
+std::optional<int64_t> first_rank_where(Communicator& group, bool yes);
 // Of all ranks, in their order. Texts may differ in length.
 std::vector<std::string> gather_texts(Communicator& group, const std::string& text);
 // Rank 0's.
@@ -36,6 +39,15 @@ class RanksFailed : public std::runtime_error {
 // RanksFailed: the same text on all ranks is one error of all, else the text names the first rank that failed, its host
 // and its cause. A group of one lets what was thrown pass.
 void agree(Communicator& group, const std::function<void()>& body);
+
+// Something that must be the same on every rank.
+struct RankItem {
+  std::string name;   // "train.steps"
+  std::string value;  // as text, for the message
+};
+// Every rank passes the same names. Throws RanksFailed on all of them when a value is not that of rank 0: with the
+// first item that differs, both values and the ranks.
+void check_same_on_ranks(Communicator& group, const std::vector<RankItem>& items);
 
 std::string host_name();
 

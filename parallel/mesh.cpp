@@ -51,4 +51,35 @@ Mesh::Mesh(const MeshShape& shape, std::unique_ptr<Communicator> world, std::uni
         "the communicators do not fit the mesh");
 }
 
+SentBytes Mesh::bytes_sent() const {
+  return {.world = world_->bytes_sent(),
+          .replica = replica_->bytes_sent(),
+          .data = data_->bytes_sent(),
+          .sequence = sequence_->bytes_sent(),
+          .tensor = tensor_->bytes_sent()};
+}
+
+SentBytes& SentBytes::operator+=(const SentBytes& other) {
+  world += other.world;
+  replica += other.replica;
+  data += other.data;
+  sequence += other.sequence;
+  tensor += other.tensor;
+  return *this;
+}
+
+SentBytes SentBytes::operator*(int64_t times) const {
+  return {.world = world * times,
+          .replica = replica * times,
+          .data = data * times,
+          .sequence = sequence * times,
+          .tensor = tensor * times};
+}
+
+SentBytes SentBytes::operator-(const SentBytes& other) const {
+  SentBytes difference = *this;
+  difference += other * -1;
+  return difference;
+}
+
 }  // namespace palimpsest

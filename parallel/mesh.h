@@ -20,6 +20,26 @@ struct MeshShape {
 // number when the product is not the number of ranks.
 MeshShape resolve_mesh(const MeshShape& wanted, int64_t ranks);
 
+// Bytes that a rank has sent, by the axis of the collective; see Communicator::bytes_sent.
+struct SentBytes {
+  int64_t world = 0, replica = 0, data = 0, sequence = 0, tensor = 0;
+  SentBytes& operator+=(const SentBytes& other);
+  SentBytes operator-(const SentBytes& other) const;
+  SentBytes operator*(int64_t times) const;
+  // body("tensor", bytes) for each axis on which something was sent.
+  template <class Body>
+  void for_each_axis(Body&& body) const {
+    const auto pass = [&](const char* axis, int64_t bytes) {
+      if (bytes > 0) body(axis, bytes);
+    };
+    pass("replica", replica);
+    pass("data", data);
+    pass("sequence", sequence);
+    pass("tensor", tensor);
+    pass("world", world);
+  }
+};
+
 class Mesh {
  public:
   // This rank alone. Has no state that a use could change.
@@ -34,6 +54,8 @@ class Mesh {
   Communicator& sequence() const { return *sequence_; }
   Communicator& tensor() const { return *tensor_; }
   Communicator& replica() const { return *replica_; }
+
+  SentBytes bytes_sent() const;  // so far, in rehearsals too
 
  private:
   MeshShape shape_;

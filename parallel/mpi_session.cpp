@@ -1,9 +1,18 @@
 #include "parallel/mpi_session.h"
 
 #include <mpi.h>
+#include <sched.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
 
+#include "parallel/agreement.h"
 #include "parallel/mpi_communicator.h"
 
 namespace palimpsest {
@@ -16,6 +25,7 @@ MpiSession::MpiSession(int* argc, char*** argv) {
   check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &size), "MPI_Comm_size");
   world_rank_ = rank;
   world_size_ = size;
+  look_around_host();
 }
 
 MpiSession::~MpiSession() {
@@ -47,9 +57,35 @@ std::unique_ptr<Mesh> MpiSession::make_mesh(const MeshShape& shape, Watchdog& wa
                                 std::move(replica));
 }
 
-void MpiSession::abort(int status) {
-  MPI_Abort(MPI_COMM_WORLD, status);
-  std::_Exit(status);
+void MpiSession::look_around_host() {
+  MPI_Comm host = MPI_COMM_NULL;
+  check_mpi(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host), "MPI_Comm_split_type");
+  int rank = 0, size = 1;
+  check_mpi(MPI_Comm_rank(host, &rank), "MPI_Comm_rank");
+  check_mpi(MPI_Comm_size(host, &size), "MPI_Comm_size");
+  local_rank_ = rank;
+  // Launchers bind ranks to processors of their own, or leave several with the same set.
+  cpu_set_t mine;
+  CPU_ZERO(&mine);
+  CHECK(sched_getaffinity(0, sizeof(mine), &mine) == 0, "sched_getaffinity: ", std::strerror(errno));
+  std::vector<cpu_set_t> all(static_cast<size_t>(size));
+  check_mpi(MPI_Allgather(&mine, sizeof(mine), MPI_BYTE, all.data(), sizeof(mine), MPI_BYTE, host), "MPI_Allgather");
+  check_mpi(MPI_Comm_free(&host), "MPI_Comm_free");
+  const auto sharing =
+      std::count_if(all.begin(), all.end(), [&](const cpu_set_t& other) { return CPU_EQUAL(&other, &mine); });
+  fair_threads_ = std::max<int64_t>(CPU_COUNT(&mine) / sharing, 1);
+}
+
+void fail_job(int64_t rank, const std::string& why) {
+  std::fprintf(stderr, "error: rank %ld on %s: %s\n", static_cast<long>(rank), host_name().c_str(), why.c_str());
+  std::fflush(stderr);
+  std::thread([] {
+    constexpr auto kPatience = std::chrono::seconds(5);
+    std::this_thread::sleep_for(kPatience);
+    std::_Exit(kStatusRankFailed);  // MPI_Abort can hang in a network that is gone
+  }).detach();
+  MPI_Abort(MPI_COMM_WORLD, kStatusRankFailed);
+  std::_Exit(kStatusRankFailed);
 }
 
 bool started_by_launcher() {

@@ -19,18 +19,26 @@ class MpiSession {
 
   int64_t world_rank() const { return world_rank_; }
   int64_t world_size() const { return world_size_; }
+  int64_t local_rank() const { return local_rank_; }  // among the ranks of this host
+  // Threads of this rank when the ranks that may run on the same processors of the host share them evenly.
+  int64_t fair_threads() const { return fair_threads_; }
 
   // The mesh over the first shape.ranks() ranks of the world; every rank of the world calls it. Ranks beyond get none.
   // The watchdog must outlive the mesh.
   std::unique_ptr<Mesh> make_mesh(const MeshShape& shape, Watchdog& watchdog) const;
 
-  // Ends every rank of the job with this exit status.
-  [[noreturn]] void abort(int status);
-
  private:
+  void look_around_host();
+
   int64_t world_rank_ = 0;
   int64_t world_size_ = 1;
+  int64_t local_rank_ = 0;
+  int64_t fair_threads_ = 1;
 };
+
+// Prints which rank failed and why, and ends every rank of the job with kStatusRankFailed. This one ends within
+// seconds, also where MPI cannot reach the others, which then end when their connection or their deadline does.
+[[noreturn]] void fail_job(int64_t rank, const std::string& why);
 
 // Whether mpirun or another launcher of MPI ranks started this process, as its environment says.
 bool started_by_launcher();

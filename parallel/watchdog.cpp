@@ -9,12 +9,10 @@ namespace palimpsest {
 
 namespace {
 
-constexpr int kExitOtherRank = 3;
-
 void print_and_exit(const std::string& line) {
   std::fprintf(stderr, "error: %s\n", line.c_str());
   std::fflush(stderr);
-  _exit(kExitOtherRank);
+  _exit(kStatusRankFailed);
 }
 
 std::string seconds_text(double seconds) {

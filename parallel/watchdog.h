@@ -12,6 +12,9 @@
 
 namespace palimpsest {
 
+// Status of a process that ends because another rank failed, or a deadline passed.
+inline constexpr int kStatusRankFailed = 3;
+
 class Watchdog {
  public:
   using Clock = std::chrono::steady_clock;

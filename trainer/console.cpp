@@ -115,6 +115,7 @@ Console::Console(std::FILE* stream, ConsoleOptions options) {
       options.style == Style::kTerminal || (options.style == Style::kAuto && isatty(fileno(stream)) == 1);
   if (!options.clock) options.clock = &steady_seconds;
   state_ = std::make_unique<State>(stream, is_terminal, std::move(options.clock));
+  if (options.style == Style::kSilent) state_->logger.set_level(spdlog::level::off);
 }
 
 Console::~Console() {

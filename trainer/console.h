@@ -14,8 +14,8 @@
 namespace palimpsest {
 
 struct ConsoleOptions {
-  enum class Style : uint8_t { kAuto, kPlain, kTerminal };
-  Style style = Style::kAuto;     // auto: a terminal if the stream is one
+  enum class Style : uint8_t { kAuto, kPlain, kTerminal, kSilent };
+  Style style = Style::kAuto;     // auto: a terminal if the stream is one; silent: writes nothing
   std::function<double()> clock;  // seconds since some moment; empty: the steady clock
 };
 

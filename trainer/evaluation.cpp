@@ -11,7 +11,9 @@
 
 #include "data/file_ops.h"
 #include "data/hdf5_file.h"
+#include "data/sampler.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/elementwise.h"
 
 namespace palimpsest {
 
@@ -129,15 +131,37 @@ Evaluation evaluate(const LanguageModel& model, Context context, const Dataset& 
   const int64_t num_rows = std::min(rows.count(), options.max_rows.value_or(rows.count()));
   ProgressBar progress(console, "evaluate " + name, num_rows, "rows");
   Evaluation evaluation;
-  for (int64_t row = 0; row < num_rows; row += options.batch_rows) {
-    Batch batch = rows.read(row, std::min(options.batch_rows, num_rows - row));
+  Communicator& data = context.mesh.data();
+  const int64_t round_rows = data.size() * options.batch_rows;
+  for (int64_t first = 0; first < num_rows; first += round_rows) {
+    const auto share_of = [&](int64_t rank) {
+      const int64_t begin = std::min(first + rank * options.batch_rows, num_rows);
+      return IndexRange{begin, std::min(begin + options.batch_rows, num_rows)};
+    };
+    const IndexRange mine = share_of(data.rank());
+    // All ranks make the same calls, so one without rows computes the round's first row, which another scores.
+    Batch batch = mine.size() > 0 ? rows.read(mine.begin, mine.size()) : rows.read(first, 1);
     Arena::Scope scope(context.activations);
-    const Tensor token_loss = context.activations.allocate(context.dtype, {static_cast<int64_t>(batch.tokens.size())});
+    const auto num_tokens = static_cast<int64_t>(batch.tokens.size());
+    const Tensor losses = context.activations.allocate(context.dtype, {options.batch_rows * options.row_length});
+    const Tensor all = context.activations.allocate(context.dtype, {data.size() * losses.numel()});
+    const Tensor token_loss = losses.rows(0, num_tokens);
     model.forward_loss(context, model_input(batch), token_loss);
-    add_losses(evaluation, batch, token_loss);
-    if (on_batch) on_batch(batch, token_loss);
-    progress.add(batch.num_rows);
+    if (mine.size() > 0) add_losses(evaluation, batch, token_loss);
+    if (on_batch) {
+      fill_zero(context.stream, losses.rows(num_tokens, losses.numel() - num_tokens));
+      data.all_gather(context.stream, all, losses);
+      for (int64_t rank = 0; rank < data.size() && context.mesh.world().rank() == 0; ++rank) {
+        const IndexRange share = share_of(rank);
+        if (share.size() == 0) continue;
+        on_batch(rank == data.rank() ? batch : rows.read(share.begin, share.size()),
+                 all.rows(rank * losses.numel(), share.size() * options.row_length));
+      }
+    }
+    progress.add(std::min(round_rows, num_rows - first));
   }
+  evaluation.loss_sum = sum_over(data, evaluation.loss_sum);
+  evaluation.tokens = sum_over(data, evaluation.tokens);
   if (num_rows == rows.count()) {
     CHECK(evaluation.tokens == rows.num_targets(), evaluation.tokens, " tokens were scored, ", rows.num_targets(),
           " are in ", dataset.path());
@@ -170,13 +194,23 @@ std::vector<EvalSet> open_eval_sets(const Config& config) {
   return sets;
 }
 
+RankItem contents_of(const std::string& name, const Dataset& dataset) {
+  return {"the contents of " + name, fmt::format("fingerprint {:016x}", dataset.fingerprint())};
+}
+
 Evaluation score_to_file(const LanguageModel& model, Context context, const Dataset& dataset,
                          const EvaluationOptions& options, Console& console, const std::string& out) {
-  ScoreFile file(out, dataset);
+  Communicator& world = context.mesh.world();
+  std::optional<ScoreFile> file;
+  agree(world, [&] {
+    if (world.rank() == 0) file.emplace(out, dataset);
+  });
   const Evaluation evaluation =
       evaluate(model, context, dataset, options, console, dataset.path(),
-               [&](const Batch& batch, const Tensor& token_loss) { file.add(batch, token_loss); });
-  file.finish();
+               [&](const Batch& batch, const Tensor& token_loss) { file->add(batch, token_loss); });
+  agree(world, [&] {
+    if (file) file->finish();
+  });
   return evaluation;
 }
 

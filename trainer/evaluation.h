@@ -12,6 +12,7 @@
 #include "data/batch.h"
 #include "data/dataset.h"
 #include "model/language_model.h"
+#include "parallel/agreement.h"
 #include "trainer/config.h"
 #include "trainer/console.h"
 #include "trainer/json_object.h"
@@ -38,8 +39,9 @@ struct EvaluationOptions {
   std::optional<int64_t> max_rows;  // the first windows alone; none: all
 };
 
-// token_loss [N] f32 or f64 of each batch, in the order of the stream.
+// token_loss [N] f32 or f64 of each batch, in the order of the stream; on the first rank alone.
 using OnScoredBatch = std::function<void(const Batch& batch, const Tensor& token_loss)>;
+// Every rank of context.mesh calls it and gets the same figures; the rows are shared by its data ranks.
 Evaluation evaluate(const LanguageModel& model, Context context, const Dataset& dataset,
                     const EvaluationOptions& options, Console& console, const std::string& name,
                     const OnScoredBatch& on_batch = {});
@@ -56,9 +58,11 @@ struct EvalSet {
 };
 // data.eval, each checked.
 std::vector<EvalSet> open_eval_sets(const Config& config);
+// For check_same_on_ranks.
+RankItem contents_of(const std::string& name, const Dataset& dataset);
 
 // Writes <out>: `logprob` [N] f32, the log-probability of each token of the stream, NaN where it has no context, beside
-// `tokens` [N] i32. The file appears whole or not at all.
+// `tokens` [N] i32. The file appears whole or not at all. Every rank of context.mesh calls it, the first one writes.
 Evaluation score_to_file(const LanguageModel& model, Context context, const Dataset& dataset,
                          const EvaluationOptions& options, Console& console, const std::string& out);
 

@@ -29,6 +29,7 @@ void rehearse_evaluation_batch(const LanguageModel& model, Context context, Aren
   Arena::Scope scope(context.activations);
   const ModelInput input = rehearsal_input(inputs, limits.eval_rows, limits.row_length, document_length);
   const Tensor token_loss = context.activations.allocate(context.dtype, {input.tokens.dim(0)});
+  context.activations.allocate(context.dtype, {context.mesh.data().size() * token_loss.numel()});  // of all data ranks
   model.forward_loss(context, input, token_loss);
 }
 
@@ -111,6 +112,38 @@ RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& r
     rehearse_evaluation_batch(model, context, inputs, limits, document_length);
   }
   return regions.peaks();
+}
+
+SentBytes rehearse_step_bytes(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
+                              const StepRows& rows, const TrainStepOptions& options, const Mesh& mesh) {
+  Regions regions = Regions::planning(device);
+  registry.bind(parameter_dtype(dtype), ParameterUse::kTraining, regions.parameters, regions.gradients,
+                regions.optimizer);
+  Stream stream(device, regions.scratch);
+  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh};
+  TrainStep step(model, registry, context, regions.optimizer, options);
+  SentBytes sum;
+  const auto count = [&](int64_t times, auto&& body) {
+    const SentBytes before = mesh.bytes_sent();
+    body();
+    sum += (mesh.bytes_sent() - before) * times;
+  };
+  const auto count_micro_batches = [&](int64_t times, int64_t num_rows) {
+    if (times == 0 || num_rows == 0) return;
+    Arena inputs = Arena::planning("inputs", device);
+    count(times, [&] { step.accumulate(rehearsal_input(inputs, num_rows, rows.row_length, rows.row_length)); });
+  };
+  count(1, [&] { step.begin(1); });
+  count_micro_batches(rows.rows / rows.micro_batch, rows.micro_batch);
+  count_micro_batches(1, rows.rows % rows.micro_batch);
+  count(1, [&] { step.finish(0.0); });
+  return sum;
+}
+
+std::string to_text(const SentBytes& bytes) {
+  std::string text;
+  bytes.for_each_axis([&](const char* axis, int64_t count) { text += fmt::format("  {:<22} {:>16}\n", axis, count); });
+  return text;
 }
 
 int64_t MemoryPlan::total() const {

@@ -52,6 +52,18 @@ RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& reg
 RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
                                 const BatchLimits& limits, const Mesh& mesh = Mesh::single());
 
+// What a rank takes in a step.
+struct StepRows {
+  int64_t rows = 0;         // of this rank's data share
+  int64_t micro_batch = 0;  // most rows at once
+  int64_t row_length = 0;   // tokens
+};
+// Bytes that this rank sends in such a step, from a rehearsal. Binds the registry to planning arenas.
+SentBytes rehearse_step_bytes(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
+                              const StepRows& rows, const TrainStepOptions& options, const Mesh& mesh);
+// A line for each axis on which something is sent.
+std::string to_text(const SentBytes& bytes);
+
 struct MemoryItem {
   std::string name;  // "parameters", "checkpoint snapshot"
   int64_t bytes = 0;

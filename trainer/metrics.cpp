@@ -90,6 +90,11 @@ std::string to_json(const StepMetrics& metrics) {
                             number(layer.fewest), number(layer.most), number(layer.mean));
     line += fmt::format(R"(,"experts":{{{}}})", layers);
   }
+  std::string axes;
+  metrics.bytes_sent.for_each_axis([&](const char* axis, int64_t bytes) {
+    axes += fmt::format(R"({}"{}":{})", axes.empty() ? "" : ",", axis, bytes);
+  });
+  if (!axes.empty()) line += fmt::format(R"(,"bytes_sent":{{{}}})", axes);
   if (!metrics.eval.empty()) {
     std::string sets;
     for (const EvalMetrics& set : metrics.eval) {

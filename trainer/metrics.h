@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "parallel/mesh.h"
 #include "trainer/expert_use.h"
 
 namespace palimpsest {
@@ -28,13 +29,15 @@ struct StepMetrics {
   std::optional<double> mfu;       // 0 to 1
   int64_t skipped_steps = 0;       // since the run began
   std::vector<ExpertUse> experts;  // a layer with routed experts each
+  SentBytes bytes_sent;            // in the step, by the first rank
   std::vector<EvalMetrics> eval;   // when the step ended with an evaluation
 };
 
 // The line, without its end: {"step":1,"tokens":...,"loss":...,"grad_norm":...,"lr":...,"tokens_per_second":...,
 // "mfu":...,"skipped_steps":...}, with routed experts "experts":{"LAYER":{"fewest":...,"most":...,"mean":...}}, the
-// tokens of one expert, and, after an evaluation, "eval":{"NAME":{"loss":...,"perplexity":...,
-// "bits_per_byte":...}}. Numbers read back to the same bits; what is absent or not finite is null.
+// tokens of one expert, with several ranks "bytes_sent":{"AXIS":...}, and, after an evaluation,
+// "eval":{"NAME":{"loss":...,"perplexity":...,"bits_per_byte":...}}. Numbers read back to the same bits; what is absent
+// or not finite is null.
 std::string to_json(const StepMetrics& metrics);
 
 // Writes the file, a line at a time, each flushed to the operating system.

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "data/tokenizer.h"
+#include "parallel/agreement.h"
 #include "trainer/checkpoint_block.h"
 #include "trainer/checkpoint_writer.h"
 #include "trainer/flops.h"
@@ -82,6 +83,10 @@ RunSetup::RunSetup(const Config& config, const Mesh& mesh)
   check_same_vocabulary(data_, eval_sets_);
   data_.verify_if_small();
   plan_ = make_plan();
+  step_bytes_ = bench_.rehearse_step_bytes({.rows = config.train.sequences_per_step / mesh.data().size(),
+                                            .micro_batch = config.train.micro_batch,
+                                            .row_length = config.data.sequence_length},
+                                           train_step_options(config));
 }
 
 MemoryPlan RunSetup::make_plan() {
@@ -105,6 +110,13 @@ MemoryPlan RunSetup::make_plan() {
   return plan;
 }
 
+void RunSetup::check_same_data() const {
+  std::vector<RankItem> items = {
+      {"the contents of data.train", fmt::format("fingerprint {:016x}", data_.fingerprint())}};
+  for (const EvalSet& set : eval_sets_) items.push_back(contents_of("data.eval " + set.name, *set.dataset));
+  check_same_on_ranks(mesh().world(), items);
+}
+
 void RunSetup::print(Console& console) const {
   console.info("config\n" + to_yaml(config_));
   console.info(fmt::format("data.train: {} tokens, {} rows of {}, tokenizer {} ({} ids)", data_.num_tokens(),
@@ -120,7 +132,8 @@ void RunSetup::print(Console& console) const {
   console.info(parameter_table(registry));
   console.info(decay_group_table(registry, config_.optimizer.weight_decay));
   console.info(flops_table(bench_.model(), config_.data.sequence_length));
-  console.info("memory\n" + to_text(plan_));
+  console.info((mesh().world().size() > 1 ? "memory of the first rank\n" : "memory\n") + to_text(plan_));
+  if (mesh().world().size() > 1) console.info("bytes that the first rank sends in a step\n" + to_text(step_bytes_));
   for (const std::string& notice : schedule_notices(config_.schedule, total_steps(config_))) console.warning(notice);
 }
 
@@ -141,10 +154,17 @@ std::string checkpoint_path(const Config& config) {
   return config.run.dir + "/checkpoints";
 }
 
+std::unique_ptr<RunSetup> set_up_ranks(const Config& config, const Mesh& mesh) {
+  std::unique_ptr<RunSetup> setup;
+  agree(mesh.world(), [&] { setup = std::make_unique<RunSetup>(config, mesh); });
+  setup->check_same_data();
+  return setup;
+}
+
 void dry_run(const Config& config, const Mesh& mesh, Console& console) {
-  const RunSetup setup(config, mesh);
-  setup.print(console);
-  Loader loader(setup.data(), loader_options(config, {}, mesh));
+  const std::unique_ptr<RunSetup> setup = set_up_ranks(config, mesh);
+  setup->print(console);
+  Loader loader(setup->data(), loader_options(config, {}, mesh));
   const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(config.data.tokenizer);
   console.info("the first batch\n" + decoded(loader.next().micro_batches.at(0), *tokenizer));
 }

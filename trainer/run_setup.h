@@ -30,7 +30,11 @@ class RunSetup {
   const Mesh& mesh() const { return bench_.mesh(); }
   Workbench& bench() { return bench_; }
   const MemoryPlan& plan() const { return plan_; }
-  int64_t snapshot_bytes() const { return snapshot_bytes_; }  // 0 when saves are not in the background
+  const SentBytes& step_bytes() const { return step_bytes_; }  // that this rank sends in a step
+  int64_t snapshot_bytes() const { return snapshot_bytes_; }   // 0 when saves are not in the background
+
+  // Throws on all ranks unless every rank sees the same data.
+  void check_same_data() const;
 
   // Config, data, parameters, decay groups, FLOPs, memory: what a run prints first. With notices on what is legal but
   // may surprise.
@@ -44,6 +48,7 @@ class RunSetup {
   std::vector<EvalSet> eval_sets_;
   Workbench bench_;
   int64_t snapshot_bytes_ = 0;
+  SentBytes step_bytes_;
   MemoryPlan plan_;
 };
 
@@ -51,6 +56,9 @@ class RunSetup {
 LoaderOptions loader_options(const Config& config, const TrainState& state, const Mesh& mesh);
 std::string config_path(const Config& config);      // <run.dir>/config.yaml
 std::string checkpoint_path(const Config& config);  // <run.dir>/checkpoints
+
+// Every rank's setup, or RanksFailed on all.
+std::unique_ptr<RunSetup> set_up_ranks(const Config& config, const Mesh& mesh);
 
 // --dry-run: prints the setup and the first batch, decoded.
 void dry_run(const Config& config, const Mesh& mesh, Console& console);

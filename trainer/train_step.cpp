@@ -83,10 +83,11 @@ StepResult TrainStep::finish(double lr) {
       control[kNormSquared] = std::numeric_limits<double>::quiet_NaN();  // prepare_step then skips
   }
   prepare_step(context_.stream, control_, options_.grad_clip.value_or(0.0));
+  if (!planning) result.applied = control_.data<double>()[kFinite] != 0.0;
   update_parameters(lr);
   update_selection_biases();
-  context_.hooks->values_changed(context_);
-  if (!planning) result.applied = control_.data<double>()[kFinite] != 0.0;
+  // After a skipped step every rank keeps what it has, so that a bad number can be found where it arose.
+  if (result.applied) context_.hooks->values_changed(context_);
   if (!planning) result.experts = expert_use();
   return result;
 }

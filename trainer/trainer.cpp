@@ -7,6 +7,7 @@
 
 #include "data/file_ops.h"
 #include "parallel/agreement.h"
+#include "parallel/mpi_session.h"
 #include "trainer/checkpoint_folder.h"
 #include "trainer/flops.h"
 #include "trainer/schedule.h"
@@ -18,6 +19,14 @@ namespace {
 // Multiples of `every`; never when it is 0.
 bool is_due(int64_t step, int64_t every) {
   return every > 0 && step % every == 0;
+}
+
+// The text of the first rank that has one, and which rank that is.
+std::string of_first_rank(Communicator& world, const std::string& text) {
+  const std::vector<std::string> texts = gather_texts(world, text);
+  for (size_t rank = 0; rank < texts.size(); ++rank)
+    if (!texts[rank].empty()) return texts.size() == 1 ? text : fmt::format("{} on rank {}", texts[rank], rank);
+  return {};
 }
 
 }  // namespace
@@ -33,13 +42,16 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
   // 1. Memory and weights. Nothing is written before both are known to be good.
   Workbench& bench = setup_.bench();
   resident_before_ = peak_resident_bytes();
-  bench.allocate(ParameterUse::kTraining, setup_.plan().regions);
-  const RunStart start = start_run(config_, bench, console_);
+  Communicator& world = setup_.mesh().world();
+  RunStart start;
+  agree(world, [&] {
+    bench.allocate(ParameterUse::kTraining, setup_.plan().regions);
+    start = start_run(config_, bench, console_);
+  });
   state_ = start.state;
   step_.emplace(bench.model(), bench.registry(), bench.context(), bench.regions().optimizer,
                 train_step_options(config_));
   step_->set_applied_steps(state_.applied_steps);
-  Communicator& world = setup_.mesh().world();
   // 2. Checkpoints.
   prepare_saves(start);
   // 3. What the run writes beside them.
@@ -123,6 +135,7 @@ std::string Trainer::reason_to_stop(const StopSignals& signals) const {
 StepMetrics Trainer::train_one_step(Loader& loader) {
   setup_.mesh().world().set_step(state_.step + 1);
   const double begin = console_.seconds();
+  const SentBytes sent_before = setup_.mesh().bytes_sent();
   StepBatches batches = loader.next();
   const double lr = learning_rate(config_.schedule, config_.optimizer.lr, state_.step + 1, total_steps_);
   step_->begin(batches.num_targets);
@@ -141,7 +154,8 @@ StepMetrics Trainer::train_one_step(Loader& loader) {
           .tokens_per_second = tokens_per_second,
           .mfu = mfu(tokens_per_second),
           .skipped_steps = state_.skipped_steps,
-          .experts = result.experts};
+          .experts = result.experts,
+          .bytes_sent = setup_.mesh().bytes_sent() - sent_before};
 }
 
 void Trainer::count_step(const StepResult& result, StepBatches& batches) {
@@ -161,14 +175,20 @@ void Trainer::count_step(const StepResult& result, StepBatches& batches) {
                                state_.step, result.loss, result.grad_norm, last_non_finite_));
 }
 
-// In the order in which one thing follows from another: weights, forward, backward.
+// In the order in which one thing follows from another: weights, forward, backward. Every rank gets the same answer.
 std::string Trainer::first_non_finite(StepBatches& batches) {
   Workbench& bench = setup_.bench();
-  std::string name = first_non_finite_weight(bench.registry());
+  Communicator& world = setup_.mesh().world();
+  std::string name = of_first_rank(world, first_non_finite_weight(bench.registry()));
   Context context = bench.context();
   for (Batch& batch : batches.micro_batches)
     if (name.empty()) name = bench.model().first_non_finite_output(context, model_input(batch));
-  if (name.empty()) name = first_non_finite_gradient(bench.registry());
+  if (name.empty()) {
+    // Once more, since the gradients are sums over the ranks by now.
+    step_->begin(batches.num_targets);
+    for (Batch& batch : batches.micro_batches) step_->accumulate(model_input(batch));
+    name = of_first_rank(world, first_non_finite_gradient(bench.registry()));
+  }
   return name.empty() ? "the sum of the squared gradients" : name;
 }
 
@@ -225,9 +245,20 @@ void Trainer::report_memory() const {
 }
 
 void train(const Config& config, const Mesh& mesh, const std::string& program, Console& console) {
-  RunSetup setup(config, mesh);
-  setup.print(console);
-  Trainer(setup, program, console).run();
+  const std::unique_ptr<RunSetup> setup = set_up_ranks(config, mesh);
+  setup->print(console);
+  Trainer trainer(*setup, program, console);
+  try {
+    trainer.run();
+  } catch (const RanksFailed&) {
+    throw;
+  } catch (const NonFiniteStop&) {
+    throw;
+  } catch (const std::exception& error) {
+    // One rank's failure: the others wait for it in the middle of a step, so nothing is put away first.
+    if (mesh.world().size() > 1) fail_job(mesh.world().rank(), error.what());
+    throw;
+  }
 }
 
 }  // namespace palimpsest

@@ -23,6 +23,10 @@ RegionBytes Workbench::rehearse_evaluation(const BatchLimits& limits) {
   return palimpsest::rehearse_evaluation(model_, registry_, device_, dtype_, limits, mesh_);
 }
 
+SentBytes Workbench::rehearse_step_bytes(const StepRows& rows, const TrainStepOptions& options) {
+  return palimpsest::rehearse_step_bytes(model_, registry_, device_, dtype_, rows, options, mesh_);
+}
+
 void Workbench::allocate(ParameterUse use, const RegionBytes& bytes) {
   regions_.emplace(device_, bytes);
   stream_.emplace(device_, regions_->scratch);

@@ -29,6 +29,7 @@ class Workbench {
 
   RegionBytes rehearse_training(const BatchLimits& limits, const TrainStepOptions& options);
   RegionBytes rehearse_evaluation(const BatchLimits& limits);
+  SentBytes rehearse_step_bytes(const StepRows& rows, const TrainStepOptions& options);
 
   // Allocates the regions and binds the parameters to them. Values are uninitialised.
   void allocate(ParameterUse use, const RegionBytes& bytes);

@@ -1,0 +1,50 @@
+#include "launch/ranks.h"
+
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <vector>
+
+#include "parallel/agreement.h"
+
+namespace palimpsest {
+
+Ranks::Ranks(int* argc, char*** argv) {
+  if (!started_by_launcher()) return;  // one rank needs no MPI and none of the time it takes to start
+  session_.emplace(argc, argv);
+  if (size() == 1) return;
+  start_watchdog_.emplace(rank(), ParallelConfig().timeout_s);
+  start_mesh_ = session_->make_mesh({.data = size()}, *start_watchdog_);
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) omp_set_num_threads(static_cast<int>(session_->fair_threads()));
+}
+
+const Mesh& Ranks::lay_out(const ParallelConfig& parallel, Console& console) {
+  MeshShape shape = {.data = parallel.data, .sequence = parallel.sequence, .tensor = parallel.tensor};
+  agree(world(), [&] { shape = resolve_mesh(shape, size()); });
+  if (size() == 1) return Mesh::single();
+  watchdog_.emplace(rank(), parallel.timeout_s);
+  mesh_ = session_->make_mesh(shape, *watchdog_);
+  console.info(map_of_ranks(*mesh_));
+  return *mesh_;
+}
+
+std::string Ranks::map_of_ranks(const Mesh& mesh) const {
+  const std::vector<std::string> hosts = gather_texts(mesh.world(), host_name());
+  const std::vector<std::string> places = gather_texts(
+      mesh.world(), fmt::format("{:>5}  {:>7}  {:>4}  {:>8}  {:>6}", session_->local_rank(), omp_get_max_threads(),
+                                mesh.data().rank(), mesh.sequence().rank(), mesh.tensor().rank()));
+  size_t width = 4;
+  for (const std::string& host : hosts) width = std::max(width, host.size());
+  const MeshShape& shape = mesh.shape();
+  std::string text =
+      fmt::format("{} ranks: data {} x sequence {} x tensor {}\n   rank  {:<{}}  {:>5}  {:>7}  {:>4}  {:>8}  {:>6}\n",
+                  shape.ranks(), shape.data, shape.sequence, shape.tensor, "host", width, "local", "threads", "data",
+                  "sequence", "tensor");
+  for (size_t i = 0; i < hosts.size(); ++i) text += fmt::format("  {:>5}  {:<{}}  {}\n", i, hosts[i], width, places[i]);
+  text.pop_back();
+  return text;
+}
+
+}  // namespace palimpsest
