@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Starts a command on many ranks with Open MPI, so that a run can be stopped with saving, and a lost host is noticed.
+#   launch/mpirun.sh -n 4 build/palimpsest train CONFIG ...                     on this machine
+#   launch/mpirun.sh -n 64 --hostfile HOSTS build/palimpsest train CONFIG ...   HOSTS: a line a host, "alpha slots=8"
+# Everything goes to mpirun as it is. TERM and INT become USR1, which mpirun passes to every rank: each saves at the end
+# of its step, and the status is 0. (mpirun itself kills its ranks a second after a TERM.) A second TERM or INT ends the
+# job at once. The status is mpirun's.
+# Set PALIMPSEST_EXPORT="NAME ..." to pass more variables to the ranks of other hosts.
+set -uo pipefail
+
+if (($# == 0)); then
+  sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+  exit 2
+fi
+command -v mpirun > /dev/null || { echo "launch/mpirun.sh: there is no mpirun; launch/setup.sh installs it" >&2; exit 2; }
+
+# Without these, mpirun notices a lost host only after eight minutes: seconds until a silent connection is asked,
+# between two questions, and how many stay without an answer.
+export OMPI_MCA_oob_tcp_keepalive_time=${OMPI_MCA_oob_tcp_keepalive_time:-10}
+export OMPI_MCA_oob_tcp_keepalive_intvl=${OMPI_MCA_oob_tcp_keepalive_intvl:-5}
+export OMPI_MCA_oob_tcp_keepalive_probes=${OMPI_MCA_oob_tcp_keepalive_probes:-3}
+
+options=()
+# Threads that spin while they wait take the cores of the others.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+# Open MPI passes its own variables to all ranks; of the others, those of this host's environment are named.
+for name in OMP_NUM_THREADS OMP_WAIT_POLICY OPENBLAS_CORETYPE HDF5_USE_FILE_LOCKING LD_LIBRARY_PATH \
+  ${PALIMPSEST_EXPORT:-}; do
+  [[ -v $name ]] && options+=(-x "$name")
+done
+# Containers run as root, and mpirun wants to be told that it may.
+((EUID == 0)) && options+=(--allow-run-as-root)
+
+mpirun "${options[@]}" "$@" &
+child=$!
+
+asked=false
+interrupted=false
+stop() {
+  interrupted=true
+  if $asked; then
+    kill -TERM "$child" 2> /dev/null
+  else
+    asked=true
+    echo "launch/mpirun.sh: asking all ranks to save and stop" >&2
+    kill -USR1 "$child" 2> /dev/null
+  fi
+}
+trap stop TERM INT USR1
+
+# A signal interrupts `wait`, which then says nothing of the child.
+while true; do
+  interrupted=false
+  wait "$child"
+  status=$?
+  $interrupted || break
+done
+exit "$status"
