@@ -44,7 +44,7 @@ run_sanitized() {
   configure build-sanitize -DWITH_CUDA=OFF -DSANITIZE=address,undefined
   ninja -C build-sanitize
   PALIMPSEST_REDUCED=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-    ctest --test-dir build-sanitize --output-on-failure --no-tests=error -j "$jobs" -LE unsanitized
+    ctest --test-dir build-sanitize --output-on-failure --no-tests=error -j "$jobs" -LE 'unsanitized|mpi_program'
 }
 
 # What has threads of its own: the loader, background saves, watchdogs.

@@ -43,6 +43,8 @@ std::string outcome_of(const std::function<void()>& body) {
   try {
     body();
     return std::string(1, kFine);
+  } catch (const RanksFailed&) {
+    throw;  // on every rank
   } catch (const UserError& error) {
     return kUser + std::string(error.what());
   } catch (const std::exception& error) {

@@ -35,9 +35,9 @@ class RanksFailed : public std::runtime_error {
   Kind kind_;
 };
 
-// Runs `body`, in which ranks do not wait for each other, on every rank. When it throws on any of them, all throw
-// RanksFailed: the same text on all ranks is one error of all, else the text names the first rank that failed, its host
-// and its cause. A group of one lets what was thrown pass.
+// Runs `body` on every rank. When it throws on any of them, all throw RanksFailed: the same text on all ranks is one
+// error of all, else the text names the first rank that failed, its host and its cause. In `body` ranks do not wait for
+// each other, or only in what throws on all ranks or on none. A group of one lets what was thrown pass.
 void agree(Communicator& group, const std::function<void()>& body);
 
 // Something that must be the same on every rank.

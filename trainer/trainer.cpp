@@ -92,7 +92,6 @@ void Trainer::run() {
     console_.info(fmt::format("nothing to do: the run is at step {} of {}", state_.step, total_steps_));
     return;
   }
-  const StopSignals signals;
   Loader loader(setup_.data(), loader_options(config_, state_, setup_.mesh()));
   TrainingProgress progress(console_, state_.step, total_steps_);
   std::string stop;  // why the run ends before its last step
@@ -109,7 +108,7 @@ void Trainer::run() {
     observer_(metrics);
     stop_if_hopeless();
 
-    stop = reason_to_stop(signals);
+    stop = reason_to_stop();
     if (is_due(state_.step, config_.checkpoint.every) || last || !stop.empty()) save();
     if (writer_) report_saves(writer_->take_finished());
   }
@@ -121,9 +120,9 @@ void Trainer::run() {
 }
 
 // The same on every rank: a signal on any of them counts, and the first one's clock.
-std::string Trainer::reason_to_stop(const StopSignals& signals) const {
+std::string Trainer::reason_to_stop() const {
   constexpr int64_t kTimeIsUp = 1000;  // above every signal number
-  int64_t reason = signals.received();
+  int64_t reason = signals_.received();
   const double minutes = (console_.seconds() - begin_seconds_) / 60.0;
   if (is_first_rank_ && config_.train.max_minutes && minutes >= *config_.train.max_minutes && reason == 0)
     reason = kTimeIsUp;

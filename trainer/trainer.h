@@ -42,7 +42,7 @@ class Trainer {
  private:
   void prepare_saves(const RunStart& start);
   StepMetrics train_one_step(Loader& loader);
-  std::string reason_to_stop(const StopSignals& signals) const;
+  std::string reason_to_stop() const;
   void count_step(const StepResult& result, StepBatches& batches);
   std::string first_non_finite(StepBatches& batches);
   void stop_if_hopeless();
@@ -55,6 +55,7 @@ class Trainer {
   RunSetup& setup_;
   const Config& config_;
   Console& console_;
+  const StopSignals signals_;  // from the start, so that loading is not ended by what asks for a save
   std::string program_;
   double begin_seconds_;
   int64_t total_steps_;

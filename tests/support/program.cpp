@@ -54,10 +54,25 @@ std::vector<char*> pointers_to(std::vector<std::string>& texts) {
 
 }  // namespace
 
-RunningProgram::RunningProgram(const std::vector<std::string>& arguments, const Environment& environment)
-    : out_path_(temporary_file()), err_path_(temporary_file()) {
+namespace {
+
+std::vector<std::string> with_program(const std::vector<std::string>& arguments) {
   std::vector<std::string> words = {PALIMPSEST_BINARY};
   words.insert(words.end(), arguments.begin(), arguments.end());
+  return words;
+}
+
+}  // namespace
+
+RunningProgram::RunningProgram(const std::vector<std::string>& arguments, const Environment& environment)
+    : RunningProgram(Words{with_program(arguments)}, environment) {}
+
+RunningProgram RunningProgram::of_command_line(std::vector<std::string> words, const Environment& environment) {
+  return {Words{std::move(words)}, environment};
+}
+
+RunningProgram::RunningProgram(Words words, const Environment& environment)
+    : out_path_(temporary_file()), err_path_(temporary_file()) {
   Environment added = environment;
   added.emplace_back("OMP_NUM_THREADS", "1");
   std::vector<std::string> variables = merged(added);
@@ -65,10 +80,10 @@ RunningProgram::RunningProgram(const std::vector<std::string>& arguments, const 
   CHECK(::posix_spawn_file_actions_init(&actions) == 0, "posix_spawn");
   ::posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, out_path_.c_str(), O_WRONLY | O_TRUNC, 0600);
   ::posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, err_path_.c_str(), O_WRONLY | O_TRUNC, 0600);
-  const int error = ::posix_spawn(&pid_, PALIMPSEST_BINARY, &actions, nullptr, pointers_to(words).data(),
+  const int error = ::posix_spawn(&pid_, words.list[0].c_str(), &actions, nullptr, pointers_to(words.list).data(),
                                   pointers_to(variables).data());
   ::posix_spawn_file_actions_destroy(&actions);
-  CHECK(error == 0, PALIMPSEST_BINARY, " does not start");
+  CHECK(error == 0, words.list[0], " does not start");
 }
 
 RunningProgram::~RunningProgram() {
@@ -87,6 +102,22 @@ ProgramResult RunningProgram::wait() {
   return {.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status),
           .out = take_file(out_path_),
           .err = take_file(err_path_)};
+}
+
+std::string RunningProgram::out_so_far() const {
+  return read_file(out_path_);
+}
+
+std::vector<std::string> on_ranks(int num_ranks, const std::vector<std::string>& arguments) {
+  std::vector<std::string> words = {std::string(PALIMPSEST_SOURCE_DIR) + "/launch/mpirun.sh", "--oversubscribe", "-n",
+                                    std::to_string(num_ranks)};
+  const std::vector<std::string> program = with_program(arguments);
+  words.insert(words.end(), program.begin(), program.end());
+  return words;
+}
+
+ProgramResult run_command_line(const std::vector<std::string>& words, const Environment& environment) {
+  return RunningProgram::of_command_line(words, environment).wait();
 }
 
 ProgramResult run_palimpsest(const std::vector<std::string>& arguments, const Environment& environment) {

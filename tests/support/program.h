@@ -23,18 +23,31 @@ using Environment = std::vector<std::pair<std::string, std::string>>;
 // `environment` is added to this process's. Threads: one, unless it says otherwise.
 ProgramResult run_palimpsest(const std::vector<std::string>& arguments, const Environment& environment = {});
 
+// The words that start palimpsest with these arguments on this many ranks of this machine, through launch/mpirun.sh.
+std::vector<std::string> on_ranks(int num_ranks, const std::vector<std::string>& arguments);
+// Any command, its program in words[0].
+ProgramResult run_command_line(const std::vector<std::string>& words, const Environment& environment = {});
+
 // A child that goes on; wait() collects it.
 class RunningProgram {
  public:
   RunningProgram(const std::vector<std::string>& arguments, const Environment& environment);
+  static RunningProgram of_command_line(std::vector<std::string> words, const Environment& environment = {});
   ~RunningProgram();
   RunningProgram(const RunningProgram&) = delete;
   RunningProgram& operator=(const RunningProgram&) = delete;
 
   void signal(int number) const;
   ProgramResult wait();
+  int pid() const { return pid_; }
+  std::string out_so_far() const;
 
  private:
+  struct Words {
+    std::vector<std::string> list;
+  };
+  RunningProgram(Words words, const Environment& environment);
+
   std::string out_path_, err_path_;
   int pid_ = 0;
 };

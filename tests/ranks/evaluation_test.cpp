@@ -1,0 +1,89 @@
+// eval, score and generate under mpirun: the same answer in every layout.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "tests/support/h5_file.h"
+#include "tests/support/run_on_ranks.h"
+
+namespace palimpsest {
+namespace {
+
+using support::on_ranks;
+using support::ProgramResult;
+using support::read_file;
+using support::run_command_line;
+using support::run_palimpsest;
+
+struct Layout {
+  int data, tensor, zero;
+  int ranks() const { return data * tensor; }
+  std::vector<std::string> overrides() const {
+    return {"parallel.data=" + std::to_string(data), "parallel.tensor=" + std::to_string(tensor),
+            "parallel.zero=" + std::to_string(zero)};
+  }
+};
+// With 11 windows in rounds of up to 3 ranks x 2 rows, a rank has nothing to do in the last round.
+const std::vector<Layout> kLayouts = {{3, 1, 1}, {1, 2, 1}, {2, 2, 3}};
+
+class TrainedModel : public support::RunOnRanks {
+ protected:
+  void SetUp() override { ASSERT_EQ(run_palimpsest({"train", file_}).exit_code, 0); }
+
+  static ProgramResult run_in(const Layout& layout, std::vector<std::string> arguments) {
+    const std::vector<std::string> overrides = layout.overrides();
+    arguments.insert(arguments.end(), overrides.begin(), overrides.end());
+    return run_command_line(on_ranks(layout.ranks(), arguments));
+  }
+};
+
+TEST_F(TrainedModel, IsEvaluatedAlikeInEveryLayout) {
+  ASSERT_EQ(run_palimpsest({"eval", file_, "--json", root_ / "one.json"}).exit_code, 0);
+  const auto one = nlohmann::json::parse(read_file(root_ / "one.json"));
+  for (const Layout& layout : kLayouts) {
+    const ProgramResult result = run_in(layout, {"eval", file_, "--json", root_ / "ranks.json"});
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_EQ(support::count(result.out, "perplexity"), 1u) << result.out;
+    const auto ranks = nlohmann::json::parse(read_file(root_ / "ranks.json"));
+    EXPECT_EQ(ranks.at("tokens"), one.at("tokens"));
+    const double sum = one.at("loss_sum");
+    EXPECT_NEAR(ranks.at("loss_sum"), sum, 1e-6 * sum);
+  }
+}
+
+TEST_F(TrainedModel, ScoresEveryTokenAlikeInEveryLayout) {
+  const auto score = [&](const std::string& out) {
+    return std::vector<std::string>{"score", file_, "--tokens", root_ / "held_out", "--out", root_ / out};
+  };
+  ASSERT_EQ(run_palimpsest(score("one.h5")).exit_code, 0);
+  const std::vector<double> expected = support::H5File(root_ / "one.h5").dataset("logprob").values;
+  for (const Layout& layout : kLayouts) {
+    const ProgramResult result = run_in(layout, score("ranks.h5"));
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    const std::vector<double> got = support::H5File(root_ / "ranks.h5").dataset("logprob").values;
+    ASSERT_EQ(got.size(), expected.size());
+    for (size_t i = 0; i < got.size(); ++i) {
+      EXPECT_EQ(std::isnan(got[i]), std::isnan(expected[i])) << "token " << i;
+      if (!std::isnan(expected[i])) EXPECT_NEAR(got[i], expected[i], 1e-5) << "token " << i;
+    }
+  }
+}
+
+TEST_F(TrainedModel, WritesTheSameTextInEveryLayout) {
+  config_.model.vocab_size = 258;
+  config_.data.tokenizer = "bytes";
+  config_.run.dir = root_ / "bytes";
+  write_config();
+  ASSERT_EQ(run_palimpsest({"train", file_, "train.steps=1"}).exit_code, 0);
+  const std::vector<std::string> arguments = {"generate", file_, "--prompt", "abc", "--max-tokens", "12"};
+  const ProgramResult one = run_palimpsest(arguments);
+  ASSERT_EQ(one.exit_code, 0) << one.err;
+  for (const Layout& layout : kLayouts) {
+    const ProgramResult result = run_in(layout, arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_EQ(result.out, one.out);
+  }
+}
+
+}  // namespace
+}  // namespace palimpsest

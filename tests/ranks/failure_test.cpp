@@ -1,0 +1,113 @@
+// One rank fails in the middle of a run: the whole job ends, soon, with a status that is not 0 and the cause named.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <thread>
+
+#include "data/file_ops.h"
+#include "tests/support/run_on_ranks.h"
+#include "trainer/checkpoint_folder.h"
+#include "trainer/run_setup.h"
+
+namespace palimpsest {
+namespace {
+
+using support::descendants;
+using support::on_ranks;
+using support::pid_of_rank;
+using support::ProgramResult;
+using support::run_command_line;
+using support::RunningProgram;
+using support::wait_for_steps;
+
+constexpr double kSecondsToEnd = 60;
+
+class FailingRank : public support::RunOnRanks {
+ protected:
+  FailingRank() {
+    config_.train.steps = 100000000;
+    write_config();
+  }
+
+  // Waits for the end of a job that something was just done to.
+  ProgramResult end_of(RunningProgram& program, const std::vector<int>& processes) {
+    const auto begin = std::chrono::steady_clock::now();
+    ProgramResult result = program.wait();
+    const auto is_gone = [](int pid) { return ::kill(pid, 0) != 0; };
+    const auto seconds = [&] {
+      return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    };
+    for (const int pid : processes)
+      while (!is_gone(pid) && seconds() < kSecondsToEnd) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    for (const int pid : processes) EXPECT_TRUE(is_gone(pid)) << "process " << pid << " still runs";
+    EXPECT_LT(seconds(), kSecondsToEnd);
+    EXPECT_NE(result.exit_code, 0);
+    return result;
+  }
+};
+
+TEST_F(FailingRank, AKilledRankEndsTheJob) {
+  RunningProgram program = RunningProgram::of_command_line(on_ranks(4, {"train", file_, "parallel.tensor=2"}));
+  wait_for_steps(config_, 3);
+  const std::vector<int> processes = descendants(program.pid());
+  ASSERT_GE(processes.size(), 6u);  // the script, mpirun, four ranks
+  ::kill(pid_of_rank(program.pid(), 2), SIGKILL);
+  const ProgramResult result = end_of(program, processes);
+  EXPECT_NE(result.err.find("rank 2"), std::string::npos) << result.err;
+}
+
+TEST_F(FailingRank, ARankThatHangsEndsTheJobAtTheDeadline) {
+  RunningProgram program = RunningProgram::of_command_line(on_ranks(4, {"train", file_, "parallel.timeout_s=2"}));
+  wait_for_steps(config_, 3);
+  const std::vector<int> processes = descendants(program.pid());
+  ::kill(pid_of_rank(program.pid(), 1), SIGSTOP);
+  const ProgramResult result = end_of(program, processes);
+  EXPECT_EQ(result.exit_code, 3) << result.err;
+  EXPECT_NE(result.err.find("on axis "), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find(" at step "), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find("did not finish within parallel.timeout_s = 2 s"), std::string::npos) << result.err;
+}
+
+// More shards than stay open, so that files are opened all the time.
+TEST_F(FailingRank, ARankThatThrowsEndsTheJobWithItsCause) {
+  for (const char* folder : {"here", "there"}) {
+    create_directories(root_ / (std::string(folder) + "/shards"));
+    for (int i = 0; i < 80; ++i)
+      std::filesystem::copy(root_ / "shards/tokens-00000.h5",
+                            root_ / (std::string(folder) + "/shards/" + std::to_string(100 + i) + ".h5"));
+  }
+  const std::vector<std::string> arguments = {"train", file_, "data.train=shards"};
+  std::vector<std::string> words = mixed_ranks(arguments, arguments);
+  support::run_in_folders(words, root_ / "here", root_ / "there");
+  RunningProgram program = RunningProgram::of_command_line(words);
+  wait_for_steps(config_, 3);
+  const std::vector<int> processes = descendants(program.pid());
+  remove_tree(root_ / "there/shards");
+  const ProgramResult result = end_of(program, processes);
+  EXPECT_EQ(result.exit_code, 3) << result.err;
+  EXPECT_NE(result.err.find("error: rank 1 on "), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find(".h5"), std::string::npos) << result.err;
+}
+
+TEST_F(FailingRank, AFullDiskOnOneRankEndsTheJobAndLeavesTheOlderCheckpoint) {
+  const std::vector<std::string> arguments = {"train", file_, "checkpoint.every=2", "train.steps=12"};
+  std::vector<std::string> words = mixed_ranks(arguments, arguments);
+  const auto second = std::find(words.begin(), words.end(), ":") + 1;
+  words.insert(second, {"-x", "PALIMPSEST_FAIL_AT_FILE_OPERATION=150"});
+  const ProgramResult result = run_command_line(words);
+  EXPECT_EQ(result.exit_code, 3) << result.err;
+  EXPECT_NE(result.err.find("error: rank 1 on "), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find("No space left on device"), std::string::npos) << result.err;
+  const auto left = list_checkpoints(checkpoint_path(config_));
+  ASSERT_FALSE(left.empty());
+  EXPECT_TRUE(left.back().has_manifest);
+  EXPECT_LT(left.back().step, 12);
+  const ProgramResult again = run_command_line(on_ranks(2, arguments));
+  EXPECT_EQ(again.exit_code, 0) << again.err;
+  EXPECT_NE(again.out.find("resumed from " + left.back().path), std::string::npos) << again.out;
+}
+
+}  // namespace
+}  // namespace palimpsest

@@ -1,0 +1,42 @@
+// Whole runs under launch/mpirun.sh, and what tests look at in them.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/support/files.h"
+#include "tests/support/program.h"
+#include "tests/support/training.h"
+
+namespace palimpsest::support {
+
+// A tiny config in a file, with data: 4 query heads and 2 key heads or the like in every mixer, so that two tensor
+// ranks can share them; 6 steps of 8 rows.
+class RunOnRanks : public testing::Test {
+ protected:
+  RunOnRanks();
+  void write_config();
+  // The words of a job of two ranks with arguments of their own.
+  static std::vector<std::string> mixed_ranks(const std::vector<std::string>& first,
+                                              const std::vector<std::string>& second);
+
+  TempDirectory root_;
+  Config config_;
+  std::string file_;
+};
+
+size_t count(const std::string& text, const std::string& part);
+// The number that follows the first `label` in a line of its own; -1 when there is none.
+int64_t number_behind(const std::string& text, const std::string& label);
+// Gives the two ranks of mixed_ranks each a folder to run in.
+void run_in_folders(std::vector<std::string>& words, const std::string& first, const std::string& second);
+// Until metrics.jsonl has so many lines; fails the test after a minute.
+void wait_for_steps(const Config& config, size_t steps);
+// The process that is this rank of the world among the descendants of `launcher`.
+int pid_of_rank(int launcher, int rank);
+// Processes among the descendants of `launcher`, itself included, that still run.
+std::vector<int> descendants(int launcher);
+
+}  // namespace palimpsest::support
