@@ -30,7 +30,9 @@ int run(int argc, char** argv, Ranks& ranks) {
     if (!std::holds_alternative<TextArguments>(arguments)) check_blas();
   });
   ConsoleOptions options;
-  if (!ranks.is_first()) options.style = ConsoleOptions::Style::kSilent;
+  // Launchers give ranks a terminal of their own, whatever their output goes to.
+  if (ranks.size() > 1)
+    options.style = ranks.is_first() ? ConsoleOptions::Style::kPlain : ConsoleOptions::Style::kSilent;
   // The text that `generate` writes has standard output to itself.
   Console console(std::holds_alternative<GenerateArguments>(arguments) ? stderr : stdout, options);
   return std::visit(

@@ -68,7 +68,7 @@ TEST_F(Ranks, AnErrorThatAllRanksMeetIsPrintedOnce) {
            {"parallel.tensor=3", "data = -1, sequence = 1, tensor = 3 on 4 ranks"},
            {"train.sequences_per_step=6", "must be a multiple of the 4 ranks of parallel.data"},
            {"data.train=" + (root_ / "nowhere"), "nowhere"},
-           {"model.vocab_size=36", "model.vocab_size"}}) {
+           {"model.vocab_size=36", "shards"}}) {
     const ProgramResult result = run_command_line(on_ranks(4, {"train", file_, override}));
     EXPECT_EQ(result.exit_code, 2) << result.err;
     EXPECT_EQ(support::count(result.err, "error: "), 1u) << result.err;
