@@ -20,6 +20,14 @@ DType check_attention(const Stream& stream, const Tensor& q, const Tensor& k, co
   return dtype;
 }
 
+void check_backward(const Stream& stream, const AttentionBackwardArgs& args) {
+  const DType dtype = check_attention(stream, args.q, args.k, args.v, args.o, args.lse);
+  check_operand(stream, "d_o", args.d_o, dtype, args.o.shape());
+  check_operand(stream, "dq", args.dq, dtype, args.q.shape());
+  check_operand(stream, "dk", args.dk, dtype, args.k.shape());
+  check_operand(stream, "dv", args.dv, dtype, args.v.shape());
+}
+
 }  // namespace
 
 void attention_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -35,15 +43,22 @@ void attention_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, co
 }
 
 void attention_backward(Stream& stream, const AttentionBackwardArgs& args, const Documents& documents) {
-  const DType dtype = check_attention(stream, args.q, args.k, args.v, args.o, args.lse);
+  check_backward(stream, args);
   CHECK(args.q.dim(0) == args.k.dim(0), "queries are the keys' tokens in backward: ", args.q.dim(0), " and ",
         args.k.dim(0));
-  check_operand(stream, "d_o", args.d_o, dtype, args.o.shape());
-  check_operand(stream, "dq", args.dq, dtype, args.q.shape());
-  check_operand(stream, "dk", args.dk, dtype, args.k.shape());
-  check_operand(stream, "dv", args.dv, dtype, args.v.shape());
   check_covers(documents, "q", args.q.dim(0));
   PALIMPSEST_DISPATCH(stream, attention_backward(stream, args, documents));
+}
+
+void attention_prefix_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                              double scale) {
+  check_attention(stream, q, k, v, o, lse);
+  PALIMPSEST_DISPATCH(stream, attention_prefix_forward(stream, o, lse, q, k, v, scale));
+}
+
+void attention_prefix_backward(Stream& stream, const AttentionBackwardArgs& args) {
+  check_backward(stream, args);
+  PALIMPSEST_DISPATCH(stream, attention_prefix_backward(stream, args));
 }
 
 }  // namespace palimpsest

@@ -24,4 +24,13 @@ struct AttentionBackwardArgs {
 // One set of documents: queries and keys are the same tokens.
 PALIMPSEST_OP(attention_backward, Stream& stream, const AttentionBackwardArgs& args, const Documents& documents);
 
+// More keys of one document, all of them before its N queries: each query sees every key. o and lse are those of the
+// keys attended to so far, and become those of these keys as well; so attention goes block by block over keys that
+// never lie in memory together.
+PALIMPSEST_OP(attention_prefix_forward, Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k,
+              const Tensor& v, double scale);
+// The share of one such block in the gradients. o and lse are those of all keys; dq [N, H, K], dk [NK, HKV, K] and dv
+// [NK, HKV, V] are accumulated.
+PALIMPSEST_OP(attention_prefix_backward, Stream& stream, const AttentionBackwardArgs& args);
+
 }  // namespace palimpsest

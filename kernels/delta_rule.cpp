@@ -37,7 +37,7 @@ Shape dt_bias_shape(const DeltaRuleShape& s, Decay decay) {
   return decay == Decay::kVector ? Shape{s.HV, s.K} : Shape{s.HV};
 }
 Shape state_shape(const DeltaRuleShape& s) {
-  return {s.num_documents, s.HV, s.K, s.V};
+  return {s.num_states, s.HV, s.K, s.V};
 }
 
 void check_inputs(const Stream& stream, const DeltaRuleInputs& in, const DeltaRuleShape& s,
@@ -95,7 +95,7 @@ DeltaRuleShape delta_rule_shape(const DeltaRuleInputs& in, const Documents& docu
           .HV = in.v.dim(1),
           .K = in.q.dim(2),
           .V = in.v.dim(2),
-          .num_documents = documents.count()};
+          .num_states = documents.num_states()};
 }
 
 DeltaRuleSaved allocate_delta_rule_saved(Arena& arena, DType dtype, const DeltaRuleShape& shape,
@@ -140,7 +140,8 @@ void delta_rule_forward(Stream& stream, const DeltaRuleOutputs& out, const Delta
   const DType dtype = in.q.dtype(), parameters = statistics_dtype(dtype);
   check_delta_rule_supported(stream.device(), s, options);
   check_inputs(stream, in, s, options, documents);
-  check_operand(stream, "o", out.o, dtype, {s.N, s.HV, s.V});
+  CHECK(out.o.defined() || out.final_state.defined(), "neither o nor final_state is wanted");
+  if (out.o.defined()) check_operand(stream, "o", out.o, dtype, {s.N, s.HV, s.V});
   check_optional_state(stream, "final_state", out.final_state, parameters, state_shape(s));
   check_saved(stream, saved, dtype, s, options);
   PALIMPSEST_DISPATCH_ALWAYS(stream, delta_rule_forward(stream, out, saved, in, options, documents));
@@ -151,16 +152,17 @@ void delta_rule_backward(Stream& stream, const DeltaRuleGrads& grads, const Tens
                          const Documents& documents) {
   const DeltaRuleShape s = delta_rule_shape(in, documents);
   const DType dtype = in.q.dtype(), parameters = statistics_dtype(dtype);
-  const bool gate = has_gate(options);
+  const bool all = grads.dq.defined() || !grads.d_initial_state.defined();
+  const bool gate = all && has_gate(options);
   check_delta_rule_supported(stream.device(), s, options);
   check_inputs(stream, in, s, options, documents);
   check_saved(stream, saved, dtype, s, options);
   check_operand(stream, "d_o", d_o, dtype, {s.N, s.HV, s.V});
   check_optional_state(stream, "d_final_state", d_final_state, parameters, state_shape(s));
-  check_operand(stream, "dq", grads.dq, dtype, {s.N, s.H, s.K});
-  check_operand(stream, "dk", grads.dk, dtype, {s.N, s.H, s.K});
-  check_operand(stream, "dv", grads.dv, dtype, {s.N, s.HV, s.V});
-  check_presence(stream, "dbeta_logit", grads.dbeta_logit, has_delta(options), dtype, {s.N, s.HV});
+  check_presence(stream, "dq", grads.dq, all, dtype, {s.N, s.H, s.K});
+  check_presence(stream, "dk", grads.dk, all, dtype, {s.N, s.H, s.K});
+  check_presence(stream, "dv", grads.dv, all, dtype, {s.N, s.HV, s.V});
+  check_presence(stream, "dbeta_logit", grads.dbeta_logit, all && has_delta(options), dtype, {s.N, s.HV});
   check_presence(stream, "dgate_logit", grads.dgate_logit, gate, dtype, gate_shape(s, options.decay));
   check_presence(stream, "dA_log", grads.dA_log, gate, parameters, {s.HV});
   check_presence(stream, "ddt_bias", grads.ddt_bias, gate, parameters, dt_bias_shape(s, options.decay));

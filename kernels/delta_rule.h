@@ -57,12 +57,13 @@ struct DeltaRuleInputs {
   Tensor gate_logit;     // [N, HV, K] (vector), [N, HV] (scalar), absent (none)
   Tensor A_log;          // [HV]; absent without decay
   Tensor dt_bias;        // [HV, K] (vector) or [HV] (scalar); absent without decay
-  Tensor initial_state;  // [documents, HV, K, V] or absent: zero
+  Tensor initial_state;  // [states, HV, K, V] or absent: zero. Rows as Documents::entering() says
 };
 
 struct DeltaRuleOutputs {
-  Tensor o;            // [N, HV, V], overwritten
-  Tensor final_state;  // [documents, HV, K, V], overwritten, or absent. An empty document's is its initial state.
+  Tensor o;            // [N, HV, V], overwritten; absent: documents without a final state are skipped
+  Tensor final_state;  // [states, HV, K, V] or absent; rows Documents::leaving() overwritten. An empty document's is
+                       // its initial state.
 };
 
 // Kept from forward to backward. Which are present depends on the form, the level and the backend.
@@ -73,17 +74,18 @@ struct DeltaRuleSaved {
   Tensor states;  // [slots, HV, K, V]: state at the start of each chunk but the first of every document
 };
 
+// With d_initial_state alone the others are not computed, and documents without a row in it are skipped.
 struct DeltaRuleGrads {
   Tensor dq, dk, dv;       // as q, k, v; overwritten
   Tensor dbeta_logit;      // overwritten; absent without the delta rule
   Tensor dgate_logit;      // overwritten; absent without decay
   Tensor dA_log;           // accumulated; absent without decay
   Tensor ddt_bias;         // accumulated; absent without decay
-  Tensor d_initial_state;  // overwritten, or absent
+  Tensor d_initial_state;  // as initial_state: rows Documents::entering() overwritten; or absent
 };
 
 struct DeltaRuleShape {
-  int64_t N = 0, H = 0, HV = 0, K = 0, V = 0, num_documents = 0;
+  int64_t N = 0, H = 0, HV = 0, K = 0, V = 0, num_states = 0;
 };
 DeltaRuleShape delta_rule_shape(const DeltaRuleInputs& in, const Documents& documents);
 
@@ -97,7 +99,7 @@ void check_delta_rule_supported(Device device, const DeltaRuleShape& shape, cons
 
 PALIMPSEST_OP(delta_rule_forward, Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved,
               const DeltaRuleInputs& in, const DeltaRuleOptions& options, const Documents& documents);
-// d_o [N, HV, V]; d_final_state [documents, HV, K, V] or absent. Same options and documents as forward.
+// d_o [N, HV, V]; d_final_state as final_state, or absent. Same options and documents as forward.
 PALIMPSEST_OP(delta_rule_backward, Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o,
               const Tensor& d_final_state, const DeltaRuleSaved& saved, const DeltaRuleInputs& in,
               const DeltaRuleOptions& options, const Documents& documents);

@@ -11,6 +11,25 @@ Documents::Documents(std::vector<int64_t> offsets) : offsets_(std::move(offsets)
           offsets_[i]);
 }
 
+Documents Documents::with_states(int64_t num_states, std::vector<int64_t> entering,
+                                 std::vector<int64_t> leaving) const {
+  for (const std::vector<int64_t>* rows : {&entering, &leaving}) {
+    CHECK(static_cast<int64_t>(rows->size()) == count(), "states of ", rows->size(), " documents, not of ", count());
+    std::vector<bool> taken(static_cast<size_t>(num_states), false);
+    for (const int64_t row : *rows) {
+      if (row == -1) continue;
+      CHECK(row >= 0 && row < num_states && !taken[row], "state ", row, " of ", num_states, " is not free");
+      taken[row] = true;
+    }
+  }
+  Documents documents = *this;
+  documents.own_states_ = true;
+  documents.num_states_ = num_states;
+  documents.entering_ = std::move(entering);
+  documents.leaving_ = std::move(leaving);
+  return documents;
+}
+
 Documents Documents::rows(int64_t num_rows, int64_t row_length) {
   std::vector<int64_t> offsets;
   for (int64_t row = 0; row <= num_rows; ++row) offsets.push_back(row * row_length);

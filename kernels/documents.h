@@ -20,6 +20,11 @@ class Documents {
   // B rows of T tokens, each one document.
   static Documents rows(int64_t num_rows, int64_t row_length);
 
+  // The same documents, which begin and end with states that lie in tensors of `num_states` rows: document i begins
+  // with row entering[i] of an op's initial states and leaves its final one in row leaving[i]. -1: it begins with zero,
+  // its final state is not wanted. Without this there is a row for every document, in their order.
+  Documents with_states(int64_t num_states, std::vector<int64_t> entering, std::vector<int64_t> leaving) const;
+
   int64_t count() const { return static_cast<int64_t>(offsets_.size()) - 1; }
   int64_t num_tokens() const { return offsets_.back(); }
   int64_t begin(int64_t document) const { return offsets_[document]; }
@@ -27,8 +32,16 @@ class Documents {
   int64_t length(int64_t document) const { return end(document) - begin(document); }
   const std::vector<int64_t>& offsets() const { return offsets_; }  // cu_seqlens, [count + 1]
 
+  // Rows of tensors of states, see with_states().
+  int64_t num_states() const { return own_states_ ? num_states_ : count(); }
+  int64_t entering(int64_t document) const { return own_states_ ? entering_[document] : document; }
+  int64_t leaving(int64_t document) const { return own_states_ ? leaving_[document] : document; }
+
  private:
   std::vector<int64_t> offsets_;
+  bool own_states_ = false;
+  int64_t num_states_ = 0;
+  std::vector<int64_t> entering_, leaving_;
 };
 
 }  // namespace palimpsest

@@ -17,10 +17,10 @@ DType check_conv(const Stream& stream, const Tensor& x, const Tensor& w, const D
   return dtype;
 }
 
-// A carried state [documents, W-1, C]; may be absent.
+// A carried state [states, W-1, C]; may be absent.
 void check_state(const Stream& stream, const char* name, const Tensor& state, DType dtype, const Tensor& x, int64_t W,
                  const Documents& documents) {
-  if (state.defined()) check_contiguous_operand(stream, name, state, dtype, {documents.count(), W - 1, x.dim(1)});
+  if (state.defined()) check_contiguous_operand(stream, name, state, dtype, {documents.num_states(), W - 1, x.dim(1)});
 }
 
 }  // namespace
@@ -53,7 +53,7 @@ void short_conv_final_state(Stream& stream, Tensor final_state, const Tensor& x,
   const DType dtype = floating_dtype(stream, "x", x);
   check_operand(stream, "x", x, dtype, {kAnyDim, kAnyDim});
   check_covers(documents, "x", x.dim(0));
-  check_contiguous_operand(stream, "final_state", final_state, dtype, {documents.count(), kAnyDim, x.dim(1)});
+  check_contiguous_operand(stream, "final_state", final_state, dtype, {documents.num_states(), kAnyDim, x.dim(1)});
   check_state(stream, "initial", initial, dtype, x, final_state.dim(1) + 1, documents);
   PALIMPSEST_DISPATCH(stream, short_conv_final_state(stream, final_state, x, initial, documents));
 }

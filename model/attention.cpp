@@ -8,6 +8,7 @@
 #include "kernels/elementwise.h"
 #include "kernels/linear.h"
 #include "kernels/rms_norm.h"
+#include "model/sequence_attention.h"
 
 namespace palimpsest {
 
@@ -81,6 +82,14 @@ Tensor Attention::gate_columns(const Tensor& proj) const {
       .split_columns(num_heads_, head_dim_);
 }
 
+Tensor Attention::gathered_keys(const Tensor& rows) const {
+  return rows.columns(0, num_kv_heads_ * head_dim_).split_columns(num_kv_heads_, head_dim_);
+}
+
+Tensor Attention::gathered_values(const Tensor& rows) const {
+  return rows.columns(num_kv_heads_ * head_dim_, num_kv_heads_ * head_dim_).split_columns(num_kv_heads_, head_dim_);
+}
+
 Tensor Attention::normalise(Context& context, Arena& arena, const Tensor& x, const Parameter* norm,
                             Tensor& rstd) const {
   if (!norm) return x;
@@ -110,6 +119,16 @@ std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequ
   saved->lse = keep.allocate(o_proj_->value.dtype() == DType::kF64 ? DType::kF64 : DType::kF32, {N, H});
   attention_forward(stream, saved->o, saved->lse, saved->q, saved->k, v_columns(saved->proj), scale_,
                     sequence.documents, sequence.documents);
+  if (sequence.crossings.cut()) {
+    Arena::Scope inner(stream.scratch());
+    const Tensor kv =
+        gather_rows(context, sequence, {saved->k.merge_columns(), v_columns(saved->proj).merge_columns()});
+    for_each_prefix_block(sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
+      attention_prefix_forward(stream, saved->o.rows(first, length), saved->lse.rows(first, length),
+                               saved->q.rows(first, length), gathered_keys(kv.rows(row, count)),
+                               gathered_values(kv.rows(row, count)), scale_);
+    });
+  }
   if (!y.defined()) return saved;
   // 5. output gate
   Tensor gated = saved->o;
@@ -156,6 +175,26 @@ void Attention::backward(Context& context, const Sequence& sequence, const Saved
                       .lse = saved.lse,
                       .scale = scale_},
                      sequence.documents);
+  if (sequence.crossings.cut()) {
+    Arena::Scope inner(scratch);
+    const Tensor kv = gather_rows(context, sequence, {saved.k.merge_columns(), v_columns(saved.proj).merge_columns()});
+    const Tensor d_kv = allocate_row_gradients(context, kv);
+    for_each_prefix_block(sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
+      attention_prefix_backward(stream, {.dq = dq.rows(first, length),
+                                         .dk = gathered_keys(d_kv.rows(row, count)),
+                                         .dv = gathered_values(d_kv.rows(row, count)),
+                                         .d_o = d_o.rows(first, length),
+                                         .q = saved.q.rows(first, length),
+                                         .k = gathered_keys(kv.rows(row, count)),
+                                         .v = gathered_values(kv.rows(row, count)),
+                                         .o = saved.o.rows(first, length),
+                                         .lse = saved.lse.rows(first, length),
+                                         .scale = scale_});
+    });
+    const Tensor d_own = scatter_row_gradients(context, sequence, d_kv);
+    add(stream, dk, dk, gathered_keys(d_own));
+    add(stream, v_columns(d_proj), v_columns(d_proj), gathered_values(d_own));
+  }
   // 3.
   rope_.backward(stream, dq, sequence.positions);
   rope_.backward(stream, dk, sequence.positions);

@@ -5,6 +5,7 @@
 #include "kernels/elementwise.h"
 #include "kernels/linear.h"
 #include "kernels/short_conv.h"
+#include "model/sequence_states.h"
 
 namespace palimpsest {
 
@@ -17,6 +18,9 @@ struct SavedDelta : Saved {
   Tensor o;      // [N, HV, V]
   Tensor rstd;   // [N, HV]
   DeltaRuleSaved delta;
+  // Where sequence ranks cut the rows, for each slot of the rank:
+  Tensor halo;         // [R, W-1, C]: inputs of the convolution from earlier ranges
+  RangeStates states;  // of the delta rule
 };
 
 struct DeltaDecodeState : DecodeState {
@@ -73,10 +77,10 @@ DeltaRuleInputs DeltaMixer::delta_inputs(const Tensor& convolved, const Tensor& 
   return in;
 }
 
-Tensor DeltaMixer::convolve(Context& context, const Sequence& sequence, const Tensor& proj) const {
+Tensor DeltaMixer::convolve(Context& context, const Sequence& sequence, const Tensor& proj, const Tensor& halo) const {
   if (!parts_.conv) return conv_columns(proj);
   const Tensor convolved = context.stream.scratch().allocate(context.dtype, {proj.dim(0), parts_.conv_channels()});
-  short_conv_forward(context.stream, convolved, conv_columns(proj), parts_.conv->value, {}, sequence.documents,
+  short_conv_forward(context.stream, convolved, conv_columns(proj), parts_.conv->value, halo, sequence.documents,
                      ConvActivation::kSilu);
   return convolved;
 }
@@ -95,10 +99,19 @@ std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& seq
   saved->decay = allocate_decay(keep, context.dtype, N);
   saved->gate = allocate_gate(keep, context.dtype, N);
   second_projections(stream, saved->proj, saved->decay, saved->gate);
-  // 3. short convolution of q, k, v
-  const Tensor convolved = convolve(context, sequence, saved->proj);
-  // 4. delta rule
-  const DeltaRuleInputs in = delta_inputs(convolved, saved->proj, saved->decay);
+  // 3. short convolution of q, k, v, from the inputs of earlier ranges on
+  if (sequence.crossings.cut() && window() > 0) {
+    saved->halo = keep.allocate(context.dtype, {sequence.crossings.num_slots, window(), parts_.conv_channels()});
+    exchange_halo(context, sequence, saved->halo, conv_columns(saved->proj));
+  }
+  const Tensor convolved = convolve(context, sequence, saved->proj, saved->halo);
+  // 4. delta rule, from the states of earlier ranges on
+  DeltaRuleInputs in = delta_inputs(convolved, saved->proj, saved->decay);
+  if (sequence.crossings.cut()) {
+    saved->states = allocate_range_states(keep, statistics_dtype(), sequence, delta_rule_shape(in, sequence.documents));
+    exchange_states(context, sequence, saved->states, in, parts_.options);
+    in.initial_state = saved->states.entering;
+  }
   saved->o = keep.allocate(context.dtype, {N, HV, V});
   saved->delta =
       allocate_delta_rule_saved(keep, context.dtype, delta_rule_shape(in, sequence.documents), parts_.options);
@@ -140,20 +153,33 @@ void DeltaMixer::backward(Context& context, const Sequence& sequence, const Save
                             parts_.o_norm->value, saved.rstd, parts_.gate_activation);
   }
   // 4. recomputes the convolution
-  const Tensor convolved = convolve(context, sequence, saved.proj);
+  const Tensor convolved = convolve(context, sequence, saved.proj, saved.halo);
   const Tensor d_convolved =
       parts_.conv ? scratch.allocate(context.dtype, {N, parts_.conv_channels()}) : conv_columns(d_proj);
-  const DeltaRuleInputs in = delta_inputs(convolved, saved.proj, saved.decay);
+  DeltaRuleInputs in = delta_inputs(convolved, saved.proj, saved.decay);
+  Tensor d_final_state;
+  if (sequence.crossings.cut()) {
+    in.initial_state = saved.states.entering;
+    d_final_state = scratch.allocate(statistics_dtype(), in.initial_state.shape());
+    exchange_state_gradients(context, sequence, saved.states, d_final_state, d_o, saved.delta, in, parts_.options);
+  }
   const DeltaRuleInputs d_in = delta_inputs(d_convolved, d_proj, d_decay);
   DeltaRuleGrads grads = {
       .dq = d_in.q, .dk = d_in.k, .dv = d_in.v, .dbeta_logit = d_in.beta_logit, .dgate_logit = d_in.gate_logit};
   if (parts_.A_log) grads.dA_log = parts_.A_log->grad;
   if (parts_.dt_bias) grads.ddt_bias = parts_.dt_bias->grad.view(in.dt_bias.shape());
-  delta_rule_backward(stream, grads, d_o, {}, saved.delta, in, parts_.options, sequence.documents);
+  delta_rule_backward(stream, grads, d_o, d_final_state, saved.delta, in, parts_.options, sequence.documents);
   // 3.
-  if (parts_.conv)
-    short_conv_backward(stream, conv_columns(d_proj), parts_.conv->grad, {}, d_convolved, conv_columns(saved.proj),
-                        parts_.conv->value, {}, {}, sequence.documents, ConvActivation::kSilu);
+  if (parts_.conv) {
+    Tensor d_halo;
+    if (saved.halo.defined()) {
+      d_halo = scratch.allocate(context.dtype, saved.halo.shape());
+      fill_zero(stream, d_halo);
+    }
+    short_conv_backward(stream, conv_columns(d_proj), parts_.conv->grad, d_halo, d_convolved, conv_columns(saved.proj),
+                        parts_.conv->value, saved.halo, {}, sequence.documents, ConvActivation::kSilu);
+    if (d_halo.defined()) exchange_halo_gradients(context, sequence, conv_columns(d_proj), d_halo);
+  }
   // 2.
   if (parts_.gate_b) {
     linear_backward_weight(stream, parts_.gate_b->grad, d_gate, gate_columns(saved.proj));
@@ -174,9 +200,8 @@ double DeltaMixer::flops_per_token(int64_t) const {
 
 std::unique_ptr<DecodeState> DeltaMixer::make_decode_state(Context& context, int64_t) const {
   auto state = std::make_unique<DeltaDecodeState>();
-  const int64_t window = parts_.conv ? parts_.conv->value.dim(2) - 1 : 0;
-  if (window > 0) {
-    state->conv = context.activations.allocate(context.dtype, {1, window, parts_.conv_channels()});
+  if (window() > 0) {
+    state->conv = context.activations.allocate(context.dtype, {1, window(), parts_.conv_channels()});
     fill_zero(context.stream, state->conv);
   }
   state->state =

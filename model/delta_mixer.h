@@ -59,8 +59,11 @@ class DeltaMixer : public TokenMixer {
   // Room for the two low-rank results; absent tensors where there is no second matrix.
   Tensor allocate_decay(Arena& arena, DType dtype, int64_t N) const;
   Tensor allocate_gate(Arena& arena, DType dtype, int64_t N) const;
-  // q, k, v after the convolution [N, C], in scratch memory; the columns themselves when there is none.
-  Tensor convolve(Context& context, const Sequence& sequence, const Tensor& proj) const;
+  // q, k, v after the convolution [N, C], in scratch memory; the columns themselves when there is none. `halo` [R, W-1,
+  // C] holds the inputs from other sequence ranks; absent when the rows are not cut.
+  Tensor convolve(Context& context, const Sequence& sequence, const Tensor& proj, const Tensor& halo) const;
+  // Inputs of the convolution before a token that it reads.
+  int64_t window() const { return parts_.conv ? parts_.conv->value.dim(2) - 1 : 0; }
   DType statistics_dtype() const { return parts_.o_norm->value.dtype(); }
 
   DeltaMixerParts parts_;

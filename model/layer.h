@@ -12,6 +12,7 @@
 #include "kernels/tensor.h"
 #include "model/parameter_hooks.h"
 #include "parallel/mesh.h"
+#include "parallel/sequence_cut.h"
 
 namespace palimpsest {
 
@@ -27,10 +28,11 @@ struct Context {
   ParameterHooks* hooks = &ParameterHooks::none();  // with zero: 3, all of a replica group run the model equally often
 };
 
-// How the N tokens of a batch lie in time.
+// How the N tokens of a batch, or of one sequence rank's part of it, lie in time.
 struct Sequence {
   Documents documents;
-  Tensor positions;  // [N] i32, counted from each document's start
+  Tensor positions;     // [N] i32, counted from each document's start, wherever that lies
+  Crossings crossings;  // what of the documents lies on other sequence ranks
 };
 
 // What a forward keeps for its backward. Each layer derives its own struct, with shapes.

@@ -9,6 +9,7 @@
 #include "kernels/linear.h"
 #include "kernels/mla_heads.h"
 #include "kernels/rms_norm.h"
+#include "model/sequence_attention.h"
 
 namespace palimpsest {
 
@@ -133,6 +134,8 @@ std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, 
   saved->o = keep.allocate(context.dtype, {N, H, value_dim_});
   saved->lse = keep.allocate(statistics, {N, H});
   attention_forward(stream, saved->o, saved->lse, saved->q, k, v, scale_, sequence.documents, sequence.documents);
+  if (sequence.crossings.cut())
+    attend_to_earlier_ranges(context, sequence, latent, k_pe_columns(saved->proj), saved->q, saved->o, saved->lse);
   // 7. output projection
   if (y.defined()) linear_forward(stream, y, saved->o.merge_columns(), o_proj_->value, Write::kOverwrite);
   return saved;
@@ -149,6 +152,14 @@ void Mla::backward(Context& context, const Sequence& sequence, const Saved& save
   const Tensor dq_heads =
       q_rank_ > 0 ? scratch.allocate(context.dtype, {N, H, dq}) : query_columns(d_proj).split_columns(H, dq);
   const Tensor dkv = scratch.allocate(context.dtype, saved.kv.shape());
+  Tensor d_from_others;  // [N, r + dr]: of the normalised latent and the rotated shared key
+  const auto normalised = [&](const Parameter& norm, const Tensor& raw, const Tensor& rstd) {
+    const Tensor latent = scratch.allocate(context.dtype, raw.shape());
+    const Tensor again = scratch.allocate(rstd.dtype(), rstd.shape());
+    rms_norm_forward(stream, latent, again, raw, norm.value, kLatentNormEps, NormWeight::kPlain);
+    return latent;
+  };
+  if (sequence.crossings.cut()) d_from_others = scratch.allocate(context.dtype, {N, kv_rank_ + rope_dim_});
   {
     Arena::Scope inner(scratch);
     // 7.
@@ -173,34 +184,106 @@ void Mla::backward(Context& context, const Sequence& sequence, const Saved& save
                         .lse = saved.lse,
                         .scale = scale_},
                        sequence.documents);
+    if (d_from_others.defined())
+      copy(stream, d_from_others,
+           earlier_ranges_backward(context, sequence,
+                                   {.dq = dq_heads,
+                                    .d_o = d_o,
+                                    .q = saved.q,
+                                    .o = saved.o,
+                                    .lse = saved.lse,
+                                    .latent = normalised(*kv_a_norm_, latent_columns(saved.proj), saved.kv_rstd),
+                                    .k_pe = k_pe_columns(saved.proj)}));
     // 5.
     mla_keys_values_backward(stream, dkv, k_pe_columns(d_proj), dk, dv);
+    if (d_from_others.defined())
+      add(stream, k_pe_columns(d_proj), k_pe_columns(d_proj), d_from_others.columns(kv_rank_, rope_dim_));
   }
   // 4.
   k_rope_.backward(stream, k_pe_columns(d_proj), sequence.positions);
   q_rope_.backward(stream, dq_heads, sequence.positions);
-  // A latent norm and its expansion, backward: recomputes the normalised latent.
+  // A latent norm and its expansion, backward: recomputes the normalised latent. `more` is a further gradient of it.
   const auto through_latent = [&](const Tensor& d_out, const Parameter& expansion, const Parameter& norm,
-                                  const Tensor& raw, const Tensor& rstd, const Tensor& d_raw) {
+                                  const Tensor& raw, const Tensor& rstd, const Tensor& d_raw, const Tensor& more) {
     Arena::Scope inner(scratch);
-    const Tensor latent = scratch.allocate(context.dtype, raw.shape());
+    const Tensor latent = normalised(norm, raw, rstd);
     const Tensor d_latent = scratch.allocate(context.dtype, raw.shape());
-    const Tensor again = scratch.allocate(rstd.dtype(), rstd.shape());
-    rms_norm_forward(stream, latent, again, raw, norm.value, kLatentNormEps, NormWeight::kPlain);
     linear_backward_weight(stream, expansion.grad, d_out, latent);
     linear_backward_input(stream, d_latent, d_out, expansion.value, Write::kOverwrite);
+    if (more.defined()) add(stream, d_latent, d_latent, more);
     rms_norm_backward(stream, d_raw, norm.grad, d_latent, raw, norm.value, rstd, NormWeight::kPlain);
   };
   // 3.
   through_latent(dkv.merge_columns(), *kv_b_, *kv_a_norm_, latent_columns(saved.proj), saved.kv_rstd,
-                 latent_columns(d_proj));
+                 latent_columns(d_proj), d_from_others.defined() ? d_from_others.columns(0, kv_rank_) : Tensor());
   // 2.
   if (q_rank_ > 0)
     through_latent(dq_heads.merge_columns(), *q_b_, *q_a_norm_, query_columns(saved.proj), saved.q_rstd,
-                   query_columns(d_proj));
+                   query_columns(d_proj), {});
   // 1.
   linear_backward_weight(stream, in_proj_->grad, d_proj, x);
   linear_backward_input(stream, dx, d_proj, in_proj_->value, Write::kOverwrite);
+}
+
+Mla::KeysValues Mla::expand(Context& context, const Tensor& rows) const {
+  Stream& stream = context.stream;
+  Arena& scratch = stream.scratch();
+  const int64_t n = rows.dim(0), H = num_heads_;
+  const KeysValues keys = {.k = scratch.allocate(context.dtype, {n, H, nope_dim_ + rope_dim_}),
+                           .v = scratch.allocate(context.dtype, {n, H, value_dim_})};
+  Arena::Scope scope(scratch);
+  const Tensor kv = scratch.allocate(context.dtype, {n, H, nope_dim_ + value_dim_});
+  linear_forward(stream, kv.merge_columns(), rows.columns(0, kv_rank_), kv_b_->value, Write::kOverwrite);
+  mla_keys_values_forward(stream, keys.k, keys.v, kv, rows.columns(kv_rank_, rope_dim_));
+  return keys;
+}
+
+void Mla::attend_to_earlier_ranges(Context& context, const Sequence& sequence, const Tensor& latent, const Tensor& k_pe,
+                                   const Tensor& q, const Tensor& o, const Tensor& lse) const {
+  Arena::Scope scope(context.stream.scratch());
+  const Tensor all = gather_rows(context, sequence, {latent, k_pe});
+  for_each_prefix_block(sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
+    Arena::Scope inner(context.stream.scratch());
+    const auto [k, v] = expand(context, all.rows(row, count));
+    attention_prefix_forward(context.stream, o.rows(first, length), lse.rows(first, length), q.rows(first, length), k,
+                             v, scale_);
+  });
+}
+
+Tensor Mla::earlier_ranges_backward(Context& context, const Sequence& sequence,
+                                    const EarlierRangesBackward& args) const {
+  Stream& stream = context.stream;
+  Arena& scratch = stream.scratch();
+  const int64_t H = num_heads_;
+  const Tensor all = gather_rows(context, sequence, {args.latent, args.k_pe});
+  const Tensor d_all = allocate_row_gradients(context, all);
+  for_each_prefix_block(sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
+    Arena::Scope inner(scratch);
+    const Tensor rows = all.rows(row, count), d_rows = d_all.rows(row, count);
+    const auto [k, v] = expand(context, rows);
+    const Tensor dk = scratch.allocate(context.dtype, k.shape());
+    const Tensor dv = scratch.allocate(context.dtype, v.shape());
+    fill_zero(stream, dk);
+    fill_zero(stream, dv);
+    attention_prefix_backward(stream, {.dq = args.dq.rows(first, length),
+                                       .dk = dk,
+                                       .dv = dv,
+                                       .d_o = args.d_o.rows(first, length),
+                                       .q = args.q.rows(first, length),
+                                       .k = k,
+                                       .v = v,
+                                       .o = args.o.rows(first, length),
+                                       .lse = args.lse.rows(first, length),
+                                       .scale = scale_});
+    const Tensor dkv = scratch.allocate(context.dtype, {count, H, nope_dim_ + value_dim_});
+    const Tensor dk_pe = scratch.allocate(context.dtype, {count, rope_dim_});
+    mla_keys_values_backward(stream, dkv, dk_pe, dk, dv);
+    linear_backward_weight(stream, kv_b_->grad, dkv.merge_columns(), rows.columns(0, kv_rank_));
+    linear_backward_input(stream, d_rows.columns(0, kv_rank_), dkv.merge_columns(), kv_b_->value, Write::kAccumulate);
+    const Tensor d_shared = d_rows.columns(kv_rank_, rope_dim_);
+    add(stream, d_shared, d_shared, dk_pe);
+  });
+  return scatter_row_gradients(context, sequence, d_all);
 }
 
 double Mla::flops_per_token(int64_t row_length) const {

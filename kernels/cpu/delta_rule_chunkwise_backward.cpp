@@ -131,20 +131,7 @@ class ChunkBackward {
     for (int64_t chunk = num_chunks - 1; chunk >= 0; --chunk) {
       load(chunk);
       solve();
-      differentiate_products();
-      gather_entry_and_exit();
-      if constexpr (decay == Decay::kVector) {
-        differentiate_scores_by_level();
-      } else {
-        differentiate_scores();
-      }
-      if constexpr (decay != Decay::kNone) {
-        if (head_.gate.has_gradient()) {
-          scan_dg();
-          store_gate_gradients();
-        }
-      }
-      store_qk_gradients();
+      if (!grads_.state_alone()) differentiate_inputs();
       advance_state();
     }
     store_state(b_.forward.sizes, b_.dstate, grads_.d_initial_state);
@@ -184,6 +171,23 @@ class ChunkBackward {
     prefetch_rows(C, C, store_.m.from(first));
   }
 
+  void differentiate_inputs() {
+    differentiate_products();
+    gather_entry_and_exit();
+    if constexpr (decay == Decay::kVector) {
+      differentiate_scores_by_level();
+    } else {
+      differentiate_scores();
+    }
+    if constexpr (decay != Decay::kNone) {
+      if (head_.gate.has_gradient()) {
+        scan_dg();
+        store_gate_gradients();
+      }
+    }
+    store_qk_gradients();
+  }
+
   // dX, Y, dR = dV and dlogit of beta.
   void solve() {
     if (first_ > 0) prefetch(first_ - C);
@@ -193,14 +197,16 @@ class ChunkBackward {
     std::copy_n(b_.dx, in_.rows * Vp, b_.dr);
     if constexpr (kDelta) {
       product<Part::kUpper>(in_.rows, Vp, n_, one, columns_of(matrices_.n, C), b_.dx, Vp, Into::kAdd, b_.dr, Vp);
-      for (int64_t i = 0; i < n_; ++i)
-        *grads_.dbeta_logit[first_ + i] = dot(Vp, b_.dr + i * Vp, b_.forward.x + i * Vp) * in_.beta_slope[i];
+      // dlogit of beta needs Y.
+      if (!grads_.state_alone())
+        for (int64_t i = 0; i < n_; ++i)
+          *grads_.dbeta_logit[first_ + i] = dot(Vp, b_.dr + i * Vp, b_.forward.x + i * Vp) * in_.beta_slope[i];
       for (int64_t i = 0; i < in_.rows; ++i) {
 #pragma omp simd
         for (int64_t j = 0; j < Vp; ++j) b_.dr[i * Vp + j] *= in_.beta[i];
       }
     }
-    store_rows(n_, V, b_.dr, Vp, grads_.dv.from(first_));
+    if (!grads_.state_alone()) store_rows(n_, V, b_.dr, Vp, grads_.dv.from(first_));
   }
 
   // dA, dP, and dQb, dKb, dKt (into dq, dk, dkt).
@@ -466,11 +472,12 @@ void delta_rule_chunkwise_backward(Stream& stream, const DeltaRuleGrads& grads, 
     T* const block = workspace.data<T>();
     for_each_document_head(
         documents, s.HV, heads_per_key, threads, [&](int thread, int64_t group, int64_t document, int64_t value_head) {
+          const DocumentHeadGrads<T> head_grads(grads, d_o, d_final_state, documents, document, value_head,
+                                                heads_per_key, sums.of(group, value_head));
+          if (head_grads.state_alone() && head_grads.d_initial_state == nullptr) return;
           Carver<T> carver(block + thread * size);
           Buffers buffers(carver, sizes, options, s.N);
           const DocumentHead<T> head(in, options, documents, document, value_head, heads_per_key);
-          const DocumentHeadGrads<T> head_grads(grads, d_o, d_final_state, documents, document, value_head,
-                                                heads_per_key, sums.of(group, value_head));
           const ChunkStore<T> store =
               buffers.document.complete(saved_store<T>(saved, sizes.C, documents.begin(document), value_head));
           if (options.save_level < SaveLevel::kAll)

@@ -21,12 +21,14 @@ void delta_rule_chunkwise_forward(Stream& stream, const DeltaRuleOutputs& out, c
     if (stream.is_planning()) return;
     T* const block = workspace.data<T>();
     for_each_document_head(documents, s.HV, 1, threads, [&](int thread, int64_t, int64_t document, int64_t value_head) {
+      T* const final_state = state_of<T>(out.final_state, documents.leaving(document), value_head);
+      if (!out.o.defined() && final_state == nullptr) return;
       Carver<T> carver(block + thread * size);
       Buffers buffers(carver, sizes);
       const DocumentHead<T> head(in, options, documents, document, value_head, s.HV / s.H);
       const int64_t first = documents.begin(document);
       forward_chunks(head, buffers, Matrices::kCompute, saved_store<T>(saved, sizes.C, first, value_head),
-                     HeadRows<T>(out.o, value_head).from(first), state_of<T>(out.final_state, document, value_head));
+                     HeadRows<T>(out.o, value_head).from(first), final_state);
     });
   });
 }

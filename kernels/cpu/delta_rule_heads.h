@@ -39,12 +39,11 @@ template <class T>
     for (int64_t j = 0; j < size; j += kLine) __builtin_prefetch(rows[i] + j, 0, 2);
 }
 
-// The block [K, V] of one document and head in a [documents, HV, K, V] tensor, or null.
+// The block [K, V] of one row and head in a [rows, HV, K, V] tensor; null without the tensor, or in row -1.
 template <class T>
-T* state_of(const Tensor& states, int64_t document, int64_t value_head) {
-  if (!states.defined()) return nullptr;
-  return states.data<std::remove_const_t<T>>() +
-         (document * states.dim(1) + value_head) * states.dim(2) * states.dim(3);
+T* state_of(const Tensor& states, int64_t row, int64_t value_head) {
+  if (!states.defined() || row < 0) return nullptr;
+  return states.data<std::remove_const_t<T>>() + (row * states.dim(1) + value_head) * states.dim(2) * states.dim(3);
 }
 
 // Hands out pieces of one block of memory. Over a null block it only counts, so that the size of a workspace and its
@@ -231,7 +230,7 @@ struct DocumentHead {
         scale(static_cast<T>(op.scale)),
         beta_scale(static_cast<T>(op.beta_scale)),
         delta(op.delta_rule == DeltaRule::kOn),
-        initial_state(state_of<const T>(in.initial_state, document, value_head)),
+        initial_state(state_of<const T>(in.initial_state, documents.entering(document), value_head)),
         options(op) {
     const int64_t first = documents.begin(document);
     for (HeadRows<const T>* rows : {&q, &k, &v, &beta_logit, &gate_logit}) *rows = rows->from(first);
@@ -248,12 +247,15 @@ struct DocumentHeadGrads {
   Write write;         // of dq and dk: the first value head of a key head overwrites
   double* parameters;  // [W + 1]: sums of ddt_bias, then of dA_log
 
+  // Only d_initial_state is wanted.
+  bool state_alone() const { return dq.data == nullptr; }
+
   DocumentHeadGrads(const DeltaRuleGrads& grads, const Tensor& d_o_all, const Tensor& d_final_states,
                     const Documents& documents, int64_t document, int64_t value_head, int64_t heads_per_key,
                     double* parameter_sums)
       : d_o(d_o_all, value_head),
-        d_final_state(state_of<const T>(d_final_states, document, value_head)),
-        d_initial_state(state_of<T>(grads.d_initial_state, document, value_head)),
+        d_final_state(state_of<const T>(d_final_states, documents.leaving(document), value_head)),
+        d_initial_state(state_of<T>(grads.d_initial_state, documents.entering(document), value_head)),
         dq(grads.dq, value_head / heads_per_key),
         dk(grads.dk, value_head / heads_per_key),
         dv(grads.dv, value_head),
@@ -263,6 +265,7 @@ struct DocumentHeadGrads {
         parameters(parameter_sums) {
     const int64_t first = documents.begin(document);
     d_o = d_o.from(first);
+    if (state_alone()) return;
     for (HeadRows<T>* rows : {&dq, &dk, &dv, &dbeta_logit, &dgate_logit}) *rows = rows->from(first);
   }
 };

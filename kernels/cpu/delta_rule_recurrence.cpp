@@ -102,6 +102,7 @@ void forward_document(const DocumentHead<T>& head, ForwardBuffers<T>& buffers, H
     decay_rows(K, V, buffers.token.decay, state);
     prediction_error(head, buffers.token, t, state, buffers.error);
     add_outer_product(K, V, buffers.token.k, buffers.error, buffers.token.beta, state);
+    if (o.data == nullptr) continue;
     std::fill_n(o[t], V, T(0));
     add_transposed_product(K, V, state, buffers.token.q, head.scale, o[t]);
   }
@@ -156,6 +157,15 @@ void reverse_token(const DocumentHead<T>& head, BackwardBuffers<T>& b, const Doc
   Token<T>& token = b.token;
   token.load(head, t);
   add_outer_product(K, V, token.q, d_o, head.scale, b.dstate);
+  if (grads.state_alone()) {
+    if (head.delta) {
+      std::fill_n(b.de, V, T(0));
+      add_transposed_product(K, V, b.dstate, token.k, token.beta, b.de);
+      add_outer_product(K, V, token.k, b.de, T(-1), b.dstate);
+    }
+    decay_rows(K, V, token.decay, b.dstate);
+    return;
+  }
   // S_t do = S'_t do + beta k (e . do)
   const T error_read = token.beta * dot(V, error, d_o);
   T dbeta = 0;
@@ -218,10 +228,11 @@ void delta_rule_recurrence_forward(Stream& stream, const DeltaRuleOutputs& out, 
   if (stream.is_planning()) return;
   T* const block = workspace.data<T>();
   for_each_document_head(documents, s.HV, 1, threads, [&](int thread, int64_t, int64_t document, int64_t value_head) {
+    T* const final_state = state_of<T>(out.final_state, documents.leaving(document), value_head);
+    if (!out.o.defined() && final_state == nullptr) return;
     ForwardBuffers<T> buffers(Carver<T>(block + thread * size), s.K, s.V);
     const DocumentHead<T> head(in, options, documents, document, value_head, s.HV / s.H);
-    forward_document(head, buffers, HeadRows<T>(out.o, value_head).from(documents.begin(document)),
-                     state_of<T>(out.final_state, document, value_head));
+    forward_document(head, buffers, HeadRows<T>(out.o, value_head).from(documents.begin(document)), final_state);
   });
 }
 
@@ -239,14 +250,15 @@ void delta_rule_recurrence_backward(Stream& stream, const DeltaRuleGrads& grads,
   if (stream.is_planning()) return;
   sums.clear();
   T* const block = workspace.data<T>();
-  for_each_document_head(
-      documents, s.HV, heads_per_key, threads, [&](int thread, int64_t group, int64_t document, int64_t value_head) {
-        BackwardBuffers<T> buffers(Carver<T>(block + thread * size), s.K, s.V, s.N);
-        const DocumentHead<T> head(in, options, documents, document, value_head, heads_per_key);
-        backward_document(head, buffers,
-                          DocumentHeadGrads<T>(grads, d_o, d_final_state, documents, document, value_head,
-                                               heads_per_key, sums.of(group, value_head)));
-      });
+  for_each_document_head(documents, s.HV, heads_per_key, threads,
+                         [&](int thread, int64_t group, int64_t document, int64_t value_head) {
+                           const DocumentHeadGrads<T> head_grads(grads, d_o, d_final_state, documents, document,
+                                                                 value_head, heads_per_key, sums.of(group, value_head));
+                           if (head_grads.state_alone() && head_grads.d_initial_state == nullptr) return;
+                           BackwardBuffers<T> buffers(Carver<T>(block + thread * size), s.K, s.V, s.N);
+                           const DocumentHead<T> head(in, options, documents, document, value_head, heads_per_key);
+                           backward_document(head, buffers, head_grads);
+                         });
   sums.add_to<T>(grads);
 }
 

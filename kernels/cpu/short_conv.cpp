@@ -31,7 +31,8 @@ struct Inputs {
   const T* at(int64_t document, int64_t position, int64_t channel) const {
     static const T kZeros[kStrip] = {};
     if (position >= 0) return rows[documents.begin(document) + position] + channel;
-    return initial == nullptr ? kZeros : initial + (document * kept + kept + position) * C + channel;
+    const int64_t row = documents.entering(document);
+    return initial == nullptr || row < 0 ? kZeros : initial + (row * kept + kept + position) * C + channel;
   }
 
   Rows<T> rows;
@@ -170,8 +171,9 @@ void conv_backward(Stream& stream, const Tensor& dx, const Tensor& dw, const Ten
 #pragma omp simd
         for (int64_t c = 0; c < width; ++c) to_x[c] = strip.convolve(after, c);
         const int64_t kept = p - (length - (W - 1));  // row of the final state that holds this input
-        if (final_gradient != nullptr && kept >= 0) {
-          const T* more = final_gradient + (document * (W - 1) + kept) * C + first;
+        const int64_t row = documents.leaving(document);
+        if (final_gradient != nullptr && row >= 0 && kept >= 0) {
+          const T* more = final_gradient + (row * (W - 1) + kept) * C + first;
 #pragma omp simd
           for (int64_t c = 0; c < width; ++c) to_x[c] += more[c];
         }
@@ -197,6 +199,8 @@ void conv_backward_initial(const Tensor& d_initial, const Tensor& dy, const Tens
   parallel_ranges(documents.count() * strips, 1, [=, &in, &documents](int64_t tile, int64_t) {
     const Strip<W, kActivation, T> strip(weights, tile % strips * kStrip, C);
     const int64_t document = tile / strips, length = documents.length(document);
+    const int64_t entering = documents.entering(document), leaving = documents.leaving(document);
+    if (entering < 0) return;
     RecentGradients<W, T> du;
     const T* taps[W];
     for (int64_t r = 0; r < W - 1; ++r) {
@@ -204,10 +208,10 @@ void conv_backward_initial(const Tensor& d_initial, const Tensor& dy, const Tens
         strip.find_taps(in, document, r, taps);
         strip.gradient_before_activation(du[r], dy_rows[documents.begin(document) + r] + strip.first, taps);
       }
-      T* to = out + (document * (W - 1) + r) * C + strip.first;
+      T* to = out + (entering * (W - 1) + r) * C + strip.first;
       const T* more = nullptr;  // the row is part of the final state of a document shorter than W-1
-      if (final_gradient != nullptr && r >= length)
-        more = final_gradient + (document * (W - 1) + r - length) * C + strip.first;
+      if (final_gradient != nullptr && leaving >= 0 && r >= length)
+        more = final_gradient + (leaving * (W - 1) + r - length) * C + strip.first;
       for (int64_t c = 0; c < strip.width; ++c) {
         T sum = more == nullptr ? T(0) : more[c];
         for (int64_t t = 0; t <= std::min(r, length - 1); ++t) sum += strip.weight[r - t][c] * du[t][c];
@@ -269,15 +273,17 @@ void short_conv_final_state(Stream&, Tensor final_state, const Tensor& x, const 
     T* out = final_state.data<T>();
     for (int64_t document = 0; document < documents.count(); ++document) {
       const int64_t length = documents.length(document);
+      const int64_t entering = documents.entering(document), leaving = documents.leaving(document);
+      if (leaving < 0) continue;
       // Ascending rows: when final_state is initial, every row is read before it is overwritten.
       for (int64_t r = 0; r < kept; ++r) {
         const int64_t position = length - kept + r;
-        T* to = out + (document * kept + r) * C;
+        T* to = out + (leaving * kept + r) * C;
         const T* from = nullptr;
         if (position >= 0)
           from = rows[documents.begin(document) + position];
-        else if (from_initial != nullptr)
-          from = from_initial + (document * kept + kept + position) * C;
+        else if (from_initial != nullptr && entering >= 0)
+          from = from_initial + (entering * kept + kept + position) * C;
         if (from == nullptr)
           std::fill_n(to, C, T(0));
         else if (from != to)

@@ -221,5 +221,57 @@ TEST(Attention, WrongOperandsAreErrors) {
                Error);
 }
 
+// The last 90 tokens of a document of 266 as queries: their own part first, then what is before it in uneven blocks.
+TEST_P(AttentionOfSizes, GoesBlockByBlockOverAnEarlierPart) {
+  const Sizes sizes = GetParam();
+  constexpr int64_t N = 266, kQueries = 90, kFirst = N - kQueries;
+  const std::vector<int64_t> borders = {kFirst, 100, 97, 0};
+  for (const DType dtype : {DType::kF32, DType::kF64}) {
+    AttentionRun run(dtype, N, sizes);
+    const Documents own = Documents::single(kQueries);
+    for (const Tensor& gradient : {run.dk.tensor(), run.dv.tensor()}) fill(gradient.rows(0, kFirst), 0.0);
+    const auto rows = [&](const OwnedTensor& tensor, int64_t begin, int64_t end) {
+      return tensor.tensor().rows(begin, end - begin);
+    };
+    const auto late = [&](const OwnedTensor& tensor) { return rows(tensor, kFirst, N); };
+    const auto arguments = [&](int64_t begin, int64_t end) {
+      return AttentionBackwardArgs{.dq = late(run.dq),
+                                   .dk = rows(run.dk, begin, end),
+                                   .dv = rows(run.dv, begin, end),
+                                   .d_o = late(run.d_o),
+                                   .q = late(run.q),
+                                   .k = rows(run.k, begin, end),
+                                   .v = rows(run.v, begin, end),
+                                   .o = late(run.o),
+                                   .lse = late(run.lse),
+                                   .scale = run.scale};
+    };
+    attention_forward(run.stream, late(run.o), late(run.lse), late(run.q), late(run.k), late(run.v), run.scale, own,
+                      own);
+    for (size_t i = 1; i < borders.size(); ++i)
+      attention_prefix_forward(run.stream, late(run.o), late(run.lse), late(run.q),
+                               rows(run.k, borders[i], borders[i - 1]), rows(run.v, borders[i], borders[i - 1]),
+                               run.scale);
+    attention_backward(run.stream, arguments(kFirst, N), own);
+    for (size_t i = 1; i < borders.size(); ++i)
+      attention_prefix_backward(run.stream, arguments(borders[i], borders[i - 1]));
+
+    fill(run.d_o.tensor().rows(0, kFirst), 0.0);  // the earlier tokens' own outputs take no part
+    const Reference expected = run.reference(Documents::single(N), sizes);
+    const double tolerance = dtype == DType::kF32 ? 2e-6 : 1e-13;
+    const auto last = [](const std::vector<double>& all) {
+      const auto row = static_cast<int64_t>(all.size()) / N;
+      return std::vector<double>(all.begin() + kFirst * row, all.end());
+    };
+    EXPECT_TRUE(is_close(late(run.o), last(expected.o), tolerance));
+    EXPECT_TRUE(is_close(late(run.lse), last(expected.lse), tolerance));
+    EXPECT_TRUE(is_close(late(run.dq), last(expected.dq), tolerance));
+    EXPECT_TRUE(is_close(run.dk, expected.dk, tolerance));
+    EXPECT_TRUE(is_close(run.dv, expected.dv, tolerance));
+    for (const OwnedTensor* output : {&run.o, &run.lse, &run.dq, &run.dk, &run.dv})
+      EXPECT_TRUE(output->surroundings_untouched());
+  }
+}
+
 }  // namespace
 }  // namespace palimpsest

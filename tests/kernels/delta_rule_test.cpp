@@ -366,7 +366,7 @@ TEST(DeltaRule, AddsToTheGradientsOfGateParametersAndOverwritesTheRest) {
 TEST(DeltaRule, KeepsTheStatesOfAllChunksButTheFirst) {
   Arena arena = Arena::planning("activations", Device::kCpu);
   const auto slots = [&](int64_t N, int64_t chunk_size) {
-    return allocate_delta_rule_saved(arena, DType::kF32, {.N = N, .H = 1, .HV = 2, .K = 3, .V = 5, .num_documents = 1},
+    return allocate_delta_rule_saved(arena, DType::kF32, {.N = N, .H = 1, .HV = 2, .K = 3, .V = 5, .num_states = 1},
                                      {.chunk_size = chunk_size})
         .states.dim(0);
   };
@@ -375,7 +375,7 @@ TEST(DeltaRule, KeepsTheStatesOfAllChunksButTheFirst) {
   EXPECT_EQ(slots(17, 16), 1);
   EXPECT_EQ(slots(2048, 64), 31);
   const DeltaRuleSaved nothing =
-      allocate_delta_rule_saved(arena, DType::kF32, {.N = 9, .H = 1, .HV = 1, .K = 3, .V = 5, .num_documents = 1},
+      allocate_delta_rule_saved(arena, DType::kF32, {.N = 9, .H = 1, .HV = 1, .K = 3, .V = 5, .num_states = 1},
                                 {.save_level = SaveLevel::kNothing});
   EXPECT_FALSE(nothing.m.defined() || nothing.aqk.defined() || nothing.x.defined() || nothing.states.defined());
 }
@@ -391,7 +391,7 @@ std::string user_error_of(Call call) {
 }
 
 TEST(DeltaRule, RefusesWhatItCannotServe) {
-  const DeltaRuleShape good = {.N = 4, .H = 2, .HV = 4, .K = 256, .V = 1000, .num_documents = 1};
+  const DeltaRuleShape good = {.N = 4, .H = 2, .HV = 4, .K = 256, .V = 1000, .num_states = 1};
   const auto refusal = [&](auto change) {
     DeltaRuleShape shape = good;
     DeltaRuleOptions options;

@@ -23,6 +23,22 @@ TEST(Documents, RowsOfABatchAreDocuments) {
   EXPECT_EQ(Documents::single(0).num_tokens(), 0);
 }
 
+TEST(Documents, KeepTheirStatesInRowsOfTheirOwn) {
+  const Documents plain({0, 3, 5, 9});
+  EXPECT_EQ(plain.num_states(), 3);
+  EXPECT_EQ(plain.entering(2), 2);
+  EXPECT_EQ(plain.leaving(1), 1);
+  const Documents placed = plain.with_states(4, {-1, 3, 0}, {2, -1, 3});
+  EXPECT_EQ(placed.offsets(), plain.offsets());
+  EXPECT_EQ(placed.num_states(), 4);
+  EXPECT_EQ(placed.entering(0), -1);
+  EXPECT_EQ(placed.entering(1), 3);
+  EXPECT_EQ(placed.leaving(2), 3);
+  EXPECT_THROW(plain.with_states(4, {-1, 3}, {2, -1, 3}), Error);
+  EXPECT_THROW(plain.with_states(3, {-1, 3, 0}, {2, -1, 0}), Error);
+  EXPECT_THROW(plain.with_states(4, {0, 3, 0}, {2, -1, 3}), Error);
+}
+
 TEST(Documents, RefuseOffsetsThatDoNotStartAtZeroOrDecrease) {
   EXPECT_THROW(Documents({}), Error);
   EXPECT_THROW(Documents({1, 5}), Error);

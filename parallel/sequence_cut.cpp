@@ -1,0 +1,112 @@
+#include "parallel/sequence_cut.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace palimpsest {
+
+SequenceCut::SequenceCut(int64_t num_rows, std::vector<int64_t> borders, SequenceLayout layout)
+    : num_rows_(num_rows), borders_(std::move(borders)), layout_(layout) {
+  const auto ranges = static_cast<int64_t>(borders_.size()) - 1;
+  CHECK(ranges >= 1 && ranges % ranges_of_rank() == 0, ranges, " ranges are no number of ", ranges_of_rank(),
+        " a rank");
+  CHECK(borders_.front() == 0 && std::is_sorted(borders_.begin(), borders_.end()), "the borders of ranges decrease");
+  num_ranks_ = ranges / ranges_of_rank();
+}
+
+SequenceCut SequenceCut::even(int64_t num_rows, int64_t row_length, int64_t num_ranks, SequenceLayout layout) {
+  const int64_t ranges = num_ranks * (layout == SequenceLayout::kZigzag ? 2 : 1);
+  std::vector<int64_t> borders = {0};
+  for (int64_t range = 0; range < ranges; ++range)
+    borders.push_back(borders.back() + row_length / ranges + (range < row_length % ranges ? 1 : 0));
+  return SequenceCut(num_rows, std::move(borders), layout);
+}
+
+int64_t SequenceCut::owner(int64_t range) const {
+  return range < num_ranks_ ? range : 2 * num_ranks_ - 1 - range;
+}
+
+int64_t SequenceCut::tokens_of_row(int64_t rank) const {
+  int64_t tokens = length_of_range(rank);
+  if (layout_ == SequenceLayout::kZigzag) tokens += length_of_range(2 * num_ranks_ - 1 - rank);
+  return tokens;
+}
+
+int64_t SequenceCut::num_tokens(int64_t rank) const {
+  return num_rows_ * tokens_of_row(rank);
+}
+
+int64_t SequenceCut::max_tokens() const {
+  int64_t most = 0;
+  for (int64_t rank = 0; rank < num_ranks_; ++rank) most = std::max(most, num_tokens(rank));
+  return most;
+}
+
+std::vector<int64_t> SequenceCut::tokens_of(int64_t rank) const {
+  std::vector<int64_t> tokens;
+  tokens.reserve(static_cast<size_t>(num_tokens(rank)));
+  const auto ranges = static_cast<int64_t>(borders_.size()) - 1;
+  for (int64_t row = 0; row < num_rows_; ++row)
+    for (int64_t range = 0; range < ranges; ++range)
+      if (owner(range) == rank)
+        for (int64_t token = borders_[range]; token < borders_[range + 1]; ++token)
+          tokens.push_back(row * borders_.back() + token);
+  return tokens;
+}
+
+DocumentPiece SequenceCut::piece(int64_t row, int64_t range, int64_t begin, int64_t end) const {
+  DocumentPiece piece{.rank = owner(range), .slot = row * ranges_of_rank(), .length = end - begin};
+  piece.first = row * tokens_of_row(piece.rank) + begin - borders_[range];
+  if (range >= num_ranks_) {  // the second range of a zig-zag
+    piece.slot += 1;
+    piece.first += length_of_range(piece.rank);
+  }
+  return piece;
+}
+
+SequenceCut::Part SequenceCut::part_of(int64_t rank, const Documents& whole) const {
+  const int64_t row_length = borders_.back();
+  CHECK(whole.num_tokens() == num_rows_ * row_length, "documents of ", whole.num_tokens(), " tokens, rows of ",
+        num_rows_ * row_length);
+  struct Local {
+    std::vector<DocumentPiece> pieces;  // of the whole document
+    size_t own;
+  };
+  std::vector<Local> locals;
+  for (int64_t document = 0; document < whole.count(); ++document) {
+    if (whole.length(document) == 0) continue;
+    const int64_t row = whole.begin(document) / row_length, start = row * row_length;
+    const int64_t begin = whole.begin(document) - start, end = whole.end(document) - start;
+    CHECK(end <= row_length, "document ", document, " goes beyond its row");
+    std::vector<DocumentPiece> pieces;
+    auto range = std::upper_bound(borders_.begin(), borders_.end(), begin) - borders_.begin() - 1;
+    for (; borders_[range] < end; ++range) {
+      const int64_t from = std::max(begin, borders_[range]), to = std::min(end, borders_[range + 1]);
+      if (from < to) pieces.push_back(piece(row, range, from, to));
+      if (borders_[range + 1] == row_length) break;
+    }
+    for (size_t i = 0; i < pieces.size(); ++i)
+      if (pieces[i].rank == rank) locals.push_back({pieces, i});
+  }
+  std::sort(locals.begin(), locals.end(),
+            [](const Local& a, const Local& b) { return a.pieces[a.own].first < b.pieces[b.own].first; });
+
+  Crossings crossings{.num_ranks = num_ranks_, .num_slots = num_rows_ * ranges_of_rank(), .max_tokens = max_tokens()};
+  std::vector<int64_t> offsets = {0}, entering, leaving;
+  for (const Local& local : locals) {
+    const DocumentPiece& own = local.pieces[local.own];
+    const auto document = static_cast<int64_t>(offsets.size()) - 1;
+    const auto here = local.pieces.begin() + static_cast<int64_t>(local.own);
+    CHECK(own.first == offsets.back(), "the pieces of rank ", rank, " leave a gap");
+    offsets.push_back(own.first + own.length);
+    const bool began_earlier = here != local.pieces.begin(), goes_on = here + 1 != local.pieces.end();
+    entering.push_back(began_earlier ? own.slot : -1);
+    leaving.push_back(goes_on ? own.slot : -1);
+    if (began_earlier) crossings.entering.push_back({document, own, {local.pieces.begin(), here}});
+    if (goes_on) crossings.leaving.push_back({document, own, {here + 1, local.pieces.end()}});
+  }
+  return {Documents(std::move(offsets)).with_states(crossings.num_slots, std::move(entering), std::move(leaving)),
+          std::move(crossings)};
+}
+
+}  // namespace palimpsest
