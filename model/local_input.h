@@ -11,9 +11,9 @@ namespace palimpsest {
 
 class LocalInput {
  public:
-  // `whole`: num_rows rows of equal length in host memory; its tensors must outlive this. With one rank it is passed on
-  // as it is.
+  // `whole` lies in host memory. With one rank it is passed on as it is, and its tensors must outlive this.
   LocalInput(const ModelInput& whole, const SequenceCut& cut, int64_t rank);
+  LocalInput(LocalInput&&) = default;  // vectors keep their elements where they are
   LocalInput(const LocalInput&) = delete;
 
   const ModelInput& input() const { return input_; }

@@ -23,7 +23,7 @@ MeshShape resolve_mesh(const MeshShape& wanted, int64_t ranks) {
     }
   }
   if (open && ranks % product == 0) *open = ranks / product;
-  const MeshShape shape = {.data = sizes[0], .sequence = sizes[1], .tensor = sizes[2]};
+  const MeshShape shape = {.data = sizes[0], .sequence = sizes[1], .tensor = sizes[2], .layout = wanted.layout};
   if ((open && *open < 1) || shape.ranks() != ranks)
     throw_user_error(text, ": the product of ", open ? "the other two, " : "the three, ", product, ", must ",
                      open ? "divide" : "be", " the number of ranks");
@@ -80,6 +80,10 @@ SentBytes SentBytes::operator-(const SentBytes& other) const {
   SentBytes difference = *this;
   difference += other * -1;
   return difference;
+}
+
+SequenceCut cut_rows(const Mesh& mesh, int64_t num_rows, int64_t row_length) {
+  return SequenceCut::even(num_rows, row_length, mesh.shape().sequence, mesh.shape().layout);
 }
 
 }  // namespace palimpsest

@@ -8,11 +8,13 @@
 #include <string>
 
 #include "parallel/communicator.h"
+#include "parallel/sequence_cut.h"
 
 namespace palimpsest {
 
 struct MeshShape {
   int64_t data = 1, sequence = 1, tensor = 1;
+  SequenceLayout layout = SequenceLayout::kContiguous;  // of the sequence ranks' tokens
   int64_t ranks() const { return data * sequence * tensor; }
 };
 
@@ -61,5 +63,8 @@ class Mesh {
   MeshShape shape_;
   std::unique_ptr<Communicator> world_, data_, sequence_, tensor_, replica_;
 };
+
+// How the mesh's sequence ranks share rows of this length.
+SequenceCut cut_rows(const Mesh& mesh, int64_t num_rows, int64_t row_length);
 
 }  // namespace palimpsest

@@ -18,6 +18,7 @@ namespace {
 using mpi_test::MeshRun;
 using mpi_test::SharedBatch;
 
+constexpr auto kZigzag = SequenceLayout::kZigzag;
 constexpr double kLr = 4096.0;  // so that f32 updates stand well above the rounding of the weights they are read from
 
 // Updates of all parameters (after - before), each of the rank's rows, by name.
@@ -60,8 +61,8 @@ TEST_P(Grid, EveryUpdateEqualsOneRanks) {
   const TrainStepOptions options = {.z_loss = 1e-3, .grad_clip = 0.05, .update = UpdateRule::kSgd};
   MeshRun one(config, Mesh::single(), dtype, options, SharedBatch::kMaxTokens);
   MeshRun split(config, *mesh, dtype, options, SharedBatch::kMaxTokens, zero);
-  const Outcome expected = one_step(one, SharedBatch(config.vocab_size, 1, 0, 1, 3));
-  const Outcome got = one_step(split, SharedBatch(config.vocab_size, 1, mesh->data().rank(), shape.data, count));
+  const Outcome expected = one_step(one, SharedBatch(config.vocab_size, 1, Mesh::single(), 3));
+  const Outcome got = one_step(split, SharedBatch(config.vocab_size, 1, *mesh, count));
 
   const double limit = dtype == DType::kF64 ? 1e-10 : 1e-5;
   EXPECT_NEAR(got.result.loss, expected.result.loss, limit * expected.result.loss);
@@ -89,15 +90,19 @@ TEST_P(Grid, EveryUpdateEqualsOneRanks) {
     }
   }
   if (mesh->world().rank() == 0)
-    std::printf("data %ld, sequence %ld, tensor %ld, zero %ld, %s: worst update %s, %.1e\n",
-                static_cast<long>(shape.data), static_cast<long>(shape.sequence), static_cast<long>(shape.tensor),
-                static_cast<long>(zero), name_of(dtype), worst_name.c_str(), worst);
+    std::printf("data %ld, sequence %ld%s, tensor %ld, zero %ld, %s: worst update %s, %.1e\n",
+                static_cast<long>(shape.data), static_cast<long>(shape.sequence),
+                shape.layout == kZigzag ? " zig-zag" : "", static_cast<long>(shape.tensor), static_cast<long>(zero),
+                name_of(dtype), worst_name.c_str(), worst);
 }
 
 std::vector<Layout> layouts() {
   std::vector<Layout> all;
-  for (const MeshShape& shape : {MeshShape{1, 1, 1}, MeshShape{2, 1, 1}, MeshShape{3, 1, 1}, MeshShape{1, 1, 2},
-                                 MeshShape{2, 1, 2}, MeshShape{1, 1, 4}, MeshShape{4, 1, 2}, MeshShape{8, 1, 1}}) {
+  for (const MeshShape& shape :
+       {MeshShape{1, 1, 1}, MeshShape{2, 1, 1}, MeshShape{3, 1, 1}, MeshShape{1, 1, 2}, MeshShape{2, 1, 2},
+        MeshShape{1, 1, 4}, MeshShape{4, 1, 2}, MeshShape{8, 1, 1}, MeshShape{1, 2, 1}, MeshShape{2, 2, 1},
+        MeshShape{1, 2, 2, kZigzag}, MeshShape{2, 2, 2}, MeshShape{2, 2, 2, kZigzag}, MeshShape{1, 4, 1},
+        MeshShape{1, 4, 1, kZigzag}, MeshShape{1, 4, 2, kZigzag}, MeshShape{1, 3, 1, kZigzag}, MeshShape{1, 8, 1}}) {
     for (const int64_t zero : {1, 2, 3}) {
       if (zero > 1 && shape.data * shape.sequence == 1) continue;  // nothing to share
       all.push_back({shape, zero, DType::kF64});
@@ -111,9 +116,9 @@ std::vector<Layout> layouts() {
 
 std::string name_of_case(const testing::TestParamInfo<Layout>& info) {
   const auto& [shape, zero, dtype, count] = info.param;
-  return "data" + std::to_string(shape.data) + "_sequence" + std::to_string(shape.sequence) + "_tensor" +
-         std::to_string(shape.tensor) + "_zero" + std::to_string(zero) + "_" + name_of(dtype) + "_micro" +
-         std::to_string(count);
+  return "data" + std::to_string(shape.data) + "_sequence" + std::to_string(shape.sequence) +
+         (shape.layout == kZigzag ? "zigzag" : "") + "_tensor" + std::to_string(shape.tensor) + "_zero" +
+         std::to_string(zero) + "_" + name_of(dtype) + "_micro" + std::to_string(count);
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, Grid, testing::ValuesIn(layouts()), name_of_case);

@@ -19,8 +19,8 @@ ModelConfig grouped_hybrid() {
   ModelConfig config = support::tiny_config().model;
   config.vocab_size = 53;
   config.hidden_size = 24;
-  config.num_layers = 4;
-  config.layers = {"kda", "gdn", "mla", "attention"};
+  config.num_layers = 5;
+  config.layers = {"kda", "gdn", "mla", "attention", "retnet"};
   config.kda = {.num_heads = 2, .num_value_heads = 4, .head_dim = 8};
   config.gdn = {.num_heads = 2, .num_value_heads = 4, .head_dim = 6, .value_head_dim = 10};
   config.mla = {.num_heads = 4,
@@ -32,6 +32,7 @@ ModelConfig grouped_hybrid() {
                 .rope = RopeKind::kInterleaved};
   config.attention = {
       .num_heads = 4, .num_kv_heads = 2, .head_dim = 8, .rope_dim = 4, .output_gate = true, .qk_norm = true};
+  config.retnet = {.num_heads = 4, .head_dim = 5, .value_head_dim = 7};
   config.mlp.intermediate_size = 20;
   return config;
 }
@@ -45,11 +46,13 @@ MeshRun::MeshRun(const ModelConfig& config, const Mesh& mesh, DType dtype, const
       model_(config, registry_) {
   std::vector<int32_t> ids(static_cast<size_t>(max_tokens), 0);
   const Tensor tokens(ids.data(), DType::kI32, {max_tokens});
+  const SequenceCut cut = cut_rows(mesh, 1, max_tokens);
   const auto input = [&](int64_t document_length) {
-    return ModelInput{
+    const ModelInput whole = {
         .tokens = tokens,
         .targets = tokens,
         .sequence = {.documents = Documents::rows(max_tokens / document_length, document_length), .positions = tokens}};
+    return LocalInput(whole, cut, mesh.sequence().rank());
   };
   Regions planned = Regions::planning(Device::kCpu);
   const auto bind = [&](Regions& regions, Stream& stream) {
@@ -65,14 +68,16 @@ MeshRun::MeshRun(const ModelConfig& config, const Mesh& mesh, DType dtype, const
     Stream stream(Device::kCpu, planned.scratch);
     bind(planned, stream);
     for (const int64_t document_length : {max_tokens, int64_t{1}}) {
-      const ModelInput batch = input(document_length);
-      step_->run({&batch, 1}, 1, 0.0);
+      const LocalInput batch = input(document_length);
+      step_->run({&batch.input(), 1}, 1, 0.0);
     }
     Context context{
         .stream = stream, .activations = planned.activations, .dtype = dtype_, .mesh = mesh_, .hooks = &*values_};
     Arena::Scope scope(planned.activations);
-    model_.forward_logits(context, input(max_tokens),
-                          planned.activations.allocate(dtype, {max_tokens, config.vocab_size}));
+    const LocalInput batch = input(max_tokens);
+    model_.forward_logits(
+        context, batch.input(),
+        planned.activations.allocate(dtype, {cut.num_tokens(mesh.sequence().rank()), config.vocab_size}));
   }
   regions_.emplace(Device::kCpu, planned.peaks());
   stream_.emplace(Device::kCpu, regions_->scratch);
@@ -81,7 +86,8 @@ MeshRun::MeshRun(const ModelConfig& config, const Mesh& mesh, DType dtype, const
   registry_.zero_optimizer(*stream_);
 }
 
-SharedBatch::SharedBatch(int64_t vocab_size, uint64_t seed, int64_t data_rank, int64_t data_size, int64_t count) {
+SharedBatch::SharedBatch(int64_t vocab_size, uint64_t seed, const Mesh& mesh, int64_t count) {
+  const int64_t data_rank = mesh.data().rank(), data_size = mesh.data().size();
   const std::vector<std::vector<int64_t>> lengths = {{1, 3, 37}, {30, 4}, {130}, {1, 1}, {5}, {64, 2}, {9, 2}, {1}};
   std::vector<std::vector<std::vector<int32_t>>> mine(static_cast<size_t>(count));
   for (size_t row = 0; row < lengths.size(); ++row) {
@@ -94,7 +100,9 @@ SharedBatch::SharedBatch(int64_t vocab_size, uint64_t seed, int64_t data_rank, i
   }
   for (auto& documents : mine) {
     if (documents.empty()) documents.push_back({5});  // nothing to score
-    inputs_.push_back(batches_.emplace_back(documents).input());
+    const ModelInput& whole = batches_.emplace_back(documents).input();
+    const SequenceCut cut = cut_rows(mesh, 1, whole.tokens.dim(0));
+    inputs_.push_back(parts_.emplace_back(whole, cut, mesh.sequence().rank()).input());
   }
 }
 

@@ -1,4 +1,4 @@
-// A hybrid model (KDA, GDN, MLA, softmax attention; grouped heads) on any mesh, with all its memory.
+// A hybrid model (KDA, GDN, MLA, softmax attention, RetNet; grouped heads) on any mesh, with all its memory.
 #pragma once
 
 #include <optional>
@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "model/language_model.h"
+#include "model/local_input.h"
 #include "tests/support/tiny_run.h"
 #include "trainer/memory_plan.h"
 #include "trainer/train_step.h"
@@ -46,16 +47,17 @@ class MeshRun {
 double block_error(const Parameter& parameter, const Tensor& part, const Tensor& whole, int64_t first_row = 0);
 
 // Eight rows of documents, cut into micro-batches as data ranks have them: each rank `count` of them, some without
-// targets, and together every row once.
+// targets, and together every row once. Sequence ranks have their part of each.
 class SharedBatch {
  public:
-  SharedBatch(int64_t vocab_size, uint64_t seed, int64_t data_rank, int64_t data_size, int64_t count);
+  SharedBatch(int64_t vocab_size, uint64_t seed, const Mesh& mesh, int64_t count);
   const std::vector<ModelInput>& micro_batches() const { return inputs_; }
   int64_t num_targets() const { return num_targets_; }  // of all ranks
   static constexpr int64_t kMaxTokens = 300;
 
  private:
   std::vector<support::OwnedBatch> batches_;
+  std::vector<LocalInput> parts_;
   std::vector<ModelInput> inputs_;
   int64_t num_targets_ = 0;
 };

@@ -33,7 +33,7 @@ class Zero : public testing::TestWithParam<int64_t> {
 };
 
 SharedBatch batch_of_step(const ModelConfig& config, const Mesh& mesh, int64_t step, int64_t count) {
-  return {config.vocab_size, static_cast<uint64_t>(10 + step), mesh.data().rank(), mesh.data().size(), count};
+  return {config.vocab_size, static_cast<uint64_t>(10 + step), mesh, count};
 }
 
 TEST_P(Zero, TwentyStepsOfAdamwEqualOneRanks) {
