@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "data/dataset.h"
 #include "data/hdf5_file.h"
 #include "data/shards.h"
 #include "kernels/check.h"
@@ -60,6 +59,11 @@ void write_shard(const std::string& path, FuzzedDataProvider& input) {
   else if ((layout & 32) == 0 || (layout & 24) != 0)
     write(file, "doc_offsets", offsets, (layout & 128) != 0);
 
+  const auto any_text = [&](size_t most) {
+    std::string drawn = input.ConsumeRandomLengthString(most);
+    std::erase(drawn, '\0');  // the writer refuses it
+    return drawn;
+  };
   const auto number = [&](const char* name, int64_t good) {
     const uint8_t choice = input.ConsumeIntegral<uint8_t>();
     if (choice < 240)
@@ -68,14 +72,14 @@ void write_shard(const std::string& path, FuzzedDataProvider& input) {
       file.set_int("/", name,
                    choice % 2 == 0 ? input.ConsumeIntegral<int64_t>() : input.ConsumeIntegralInRange(-1, 40));
     else if (choice < 254)
-      file.set_string("/", name, input.ConsumeRandomLengthString(20));
+      file.set_string("/", name, any_text(20));
   };
   const auto text = [&](const char* name, const std::string& good) {
     const uint8_t choice = input.ConsumeIntegral<uint8_t>();
     if (choice < 240)
       file.set_string("/", name, good);
     else if (choice < 251)
-      file.set_string("/", name, input.ConsumeRandomLengthString(100));
+      file.set_string("/", name, any_text(100));
     else if (choice < 254)
       file.set_int("/", name, input.ConsumeIntegral<int64_t>());
   };
@@ -102,11 +106,7 @@ void read_shard(const std::string& path) {
   reader.read(0, tokens);
   for (const int32_t token : tokens) check(token >= 0 && token < reader.vocabulary().size);
   reader.fingerprint();
-  const Dataset dataset(path);
-  std::vector<int64_t> starts;
-  dataset.document_starts(0, dataset.num_tokens(), starts);
-  check(static_cast<int64_t>(starts.size()) == reader.num_documents());
-  dataset.verify();
+  reader.verify();
 }
 
 }  // namespace
