@@ -71,7 +71,7 @@ model: {vocab_size: 258, hidden_size: 32, num_layers: 2, layers: [kda, mla],
         mlp: {intermediate_size: 64}}
 data: {train: $work/shards, sequence_length: 64}
 train: {steps: 100000000, sequences_per_step: 8, micro_batch: 2}
-parallel: {tensor: 2, timeout_s: 20}
+parallel: {tensor: 2}
 checkpoint: {every: 20}
 hardware: {peak_tflops: 0.1}
 END
