@@ -51,6 +51,7 @@ class Parser {
     add_tokenize();
     add_inspect();
     add_import();
+    add_plan();
     add_bench();
   }
 
@@ -184,6 +185,27 @@ class Parser {
     hf.callback([this] { result_ = import_; });
   }
 
+  void add_plan() {
+    CLI::App& command = add(app_, "plan",
+                            "Memory of a rank and bytes sent in a step, for layouts of many ranks: computed here, in "
+                            "seconds, without data.");
+    add_config(command, plan_.config);
+    command.add_option("--ranks", plan_.ranks, "ranks of the whole job")->required()->check(CLI::PositiveNumber);
+    command.add_option("--layout", plan_.layout, "data,sequence,tensor, one of which may be -1; default: all layouts")
+        ->delimiter(',')
+        ->expected(3);
+    command.add_option("--ranks-per-host", plan_.ranks_per_host, "ranks that share a host and its fast links")
+        ->capture_default_str()
+        ->check(CLI::PositiveNumber);
+    command.add_option("--memory", plan_.memory_gib, "leave out layouts that need more than this many GiB a rank")
+        ->check(CLI::PositiveNumber);
+    command.add_option("--top", plan_.top, "most layouts in the table")
+        ->capture_default_str()
+        ->check(CLI::PositiveNumber);
+    add_json(command, plan_.json);
+    command.callback([this] { result_ = plan_; });
+  }
+
   void add_bench() {
     CLI::App& bench = add(app_, "bench", "Measure speed and memory.");
     bench.require_subcommand(1);
@@ -237,6 +259,7 @@ class Parser {
   TokenizeArguments tokenize_;
   InspectArguments inspect_;
   ImportHfArguments import_;
+  PlanArguments plan_;
   BenchTrainArguments bench_train_;
   BenchKernelsArguments bench_kernels_;
 };

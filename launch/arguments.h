@@ -54,6 +54,15 @@ struct InspectArguments {
 struct ImportHfArguments {
   std::string directory, out;
 };
+struct PlanArguments {
+  ConfigArguments config;
+  int64_t ranks = 1;
+  std::vector<int64_t> layout;  // data, sequence, tensor; empty: all that there are
+  int64_t ranks_per_host = 8;
+  std::optional<double> memory_gib;  // most that a rank may need
+  int64_t top = 20;                  // layouts in the table
+  std::string json;
+};
 struct BenchTrainArguments {
   ConfigArguments config;
   int64_t steps = 10;
@@ -68,9 +77,9 @@ struct TextArguments {
   std::string text;
 };
 
-using Arguments =
-    std::variant<TextArguments, TrainArguments, ExplainArguments, EvalArguments, ScoreArguments, GenerateArguments,
-                 TokenizeArguments, InspectArguments, ImportHfArguments, BenchTrainArguments, BenchKernelsArguments>;
+using Arguments = std::variant<TextArguments, TrainArguments, ExplainArguments, EvalArguments, ScoreArguments,
+                               GenerateArguments, TokenizeArguments, InspectArguments, ImportHfArguments, PlanArguments,
+                               BenchTrainArguments, BenchKernelsArguments>;
 
 // Throws a UserError of one line on arguments that make no sense.
 Arguments parse_arguments(int argc, const char* const* argv);

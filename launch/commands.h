@@ -18,6 +18,7 @@ int run_command(const GenerateArguments& arguments, Ranks& ranks, Console& conso
 int run_command(const TokenizeArguments& arguments, Console& console);
 int run_command(const InspectArguments& arguments, Console& console);
 int run_command(const ImportHfArguments& arguments, Console& console);
+int run_command(const PlanArguments& arguments, Console& console);
 int run_command(const BenchTrainArguments& arguments, Console& console);
 int run_command(const BenchKernelsArguments& arguments, Console& console);
 

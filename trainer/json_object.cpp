@@ -46,4 +46,10 @@ JsonObject& JsonObject::add(std::string_view key, const JsonObject& object) {
   return add_value(key, object.text());
 }
 
+JsonObject& JsonObject::add(std::string_view key, const std::vector<JsonObject>& objects) {
+  std::string list;
+  for (const JsonObject& object : objects) list += (list.empty() ? "" : ",") + object.text();
+  return add_value(key, "[" + list + "]");
+}
+
 }  // namespace palimpsest

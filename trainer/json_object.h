@@ -1,9 +1,10 @@
-// A flat JSON object for the reports of commands: {"tokens":366,"perplexity":12.5}.
+// A JSON object for the reports of commands: {"tokens":366,"perplexity":12.5}.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace palimpsest {
 
@@ -14,6 +15,7 @@ class JsonObject {
   JsonObject& add(std::string_view key, int64_t value);
   JsonObject& add(std::string_view key, std::string_view text);
   JsonObject& add(std::string_view key, const JsonObject& object);
+  JsonObject& add(std::string_view key, const std::vector<JsonObject>& objects);
   std::string text() const { return "{" + members_ + "}"; }
 
  private:
