@@ -19,7 +19,7 @@ int run_command(const TokenizeArguments& arguments, Console& console);
 int run_command(const InspectArguments& arguments, Console& console);
 int run_command(const ImportHfArguments& arguments, Console& console);
 int run_command(const PlanArguments& arguments, Console& console);
-int run_command(const BenchTrainArguments& arguments, Console& console);
+int run_command(const BenchTrainArguments& arguments, Ranks& ranks, Console& console);
 int run_command(const BenchKernelsArguments& arguments, Console& console);
 
 // The config with its overrides, checked and resolved for this machine.

@@ -1,6 +1,7 @@
 #include "data/file_ops.h"
 #include "launch/commands.h"
 #include "launch/exit_code.h"
+#include "parallel/agreement.h"
 #include "trainer/bench.h"
 
 namespace palimpsest {
@@ -13,10 +14,14 @@ void write_report(const std::string& path, const std::string& json) {
 
 }  // namespace
 
-int run_command(const BenchTrainArguments& arguments, Console& console) {
-  const TrainBench bench = bench_train(load_resolved(arguments.config), arguments.steps, console);
+int run_command(const BenchTrainArguments& arguments, Ranks& ranks, Console& console) {
+  const Config config = load_resolved(arguments.config, ranks);
+  const Mesh& mesh = ranks.lay_out(config.parallel, console);
+  const TrainBench bench = bench_train(config, mesh, arguments.steps, console);
   console.info(to_text(bench));
-  write_report(arguments.json, to_json(bench));
+  agree(mesh.world(), [&] {
+    if (ranks.is_first()) write_report(arguments.json, to_json(bench));
+  });
   return kExitSuccess;
 }
 

@@ -76,6 +76,14 @@ SentBytes SentBytes::operator*(int64_t times) const {
           .tensor = tensor * times};
 }
 
+SentBytes SentBytes::operator/(int64_t parts) const {
+  return {.world = world / parts,
+          .replica = replica / parts,
+          .data = data / parts,
+          .sequence = sequence / parts,
+          .tensor = tensor / parts};
+}
+
 SentBytes SentBytes::operator-(const SentBytes& other) const {
   SentBytes difference = *this;
   difference += other * -1;

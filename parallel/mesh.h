@@ -28,6 +28,7 @@ struct SentBytes {
   SentBytes& operator+=(const SentBytes& other);
   SentBytes operator-(const SentBytes& other) const;
   SentBytes operator*(int64_t times) const;
+  SentBytes operator/(int64_t parts) const;
   // body("tensor", bytes) for each axis on which something was sent.
   template <class Body>
   void for_each_axis(Body&& body) const {

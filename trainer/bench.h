@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "parallel/mesh.h"
 #include "trainer/config.h"
 #include "trainer/console.h"
 
@@ -13,20 +14,23 @@ namespace palimpsest {
 // Training on random tokens, one document a row.
 struct TrainBench {
   int64_t steps = 0;  // timed, after two that are not
-  int64_t threads = 0;
+  int64_t ranks = 1;
+  int64_t threads = 0;   // of each rank
   double step_ms = 0.0;  // the median step; the parts are of the same step
   double forward_backward_ms = 0.0;
   double optimizer_ms = 0.0;
-  double tokens_per_second = 0.0;
-  double flops_per_step = 0.0;  // trainer/flops.h
+  double tokens_per_second = 0.0;  // of all ranks
+  double flops_per_step = 0.0;     // of all ranks; trainer/flops.h
   double flops_per_second = 0.0;
-  double reference_flops_per_second = 0.0;  // the best of five 2048^3 products
+  double reference_flops_per_second = 0.0;  // the best of five 2048^3 products, summed over the ranks
   double mfu = 0.0;                         // 0 to 1
-  int64_t predicted_bytes = 0;              // of memory, printed before the first allocation
-  int64_t measured_bytes = 0;               // growth of the resident peak from there on
+  int64_t predicted_bytes = 0;              // of the first rank's memory, printed before the first allocation
+  int64_t measured_bytes = 0;               // growth of its resident peak from there on
+  SentBytes sent;                           // that the first rank sends in a step
 };
-// Prints model, plan and FLOPs to the console as `train` does. `config` is resolved; needs no data.
-TrainBench bench_train(const Config& config, int64_t steps, Console& console);
+// Prints model, plan and FLOPs to the console as `train` does. `config` is resolved; needs no data. Every rank of the
+// mesh calls it.
+TrainBench bench_train(const Config& config, const Mesh& mesh, int64_t steps, Console& console);
 std::string to_text(const TrainBench& bench);
 std::string to_json(const TrainBench& bench);
 

@@ -48,8 +48,8 @@ JsonObject& JsonObject::add(std::string_view key, const JsonObject& object) {
 
 JsonObject& JsonObject::add(std::string_view key, const std::vector<JsonObject>& objects) {
   std::string list;
-  for (const JsonObject& object : objects) list += (list.empty() ? "" : ",") + object.text();
-  return add_value(key, "[" + list + "]");
+  for (const JsonObject& object : objects) list += fmt::format("{}{}", list.empty() ? "" : ",", object.text());
+  return add_value(key, fmt::format("[{}]", list));
 }
 
 }  // namespace palimpsest
