@@ -1,0 +1,177 @@
+// What the Hopper kernels of the delta rule share: chunks, workspace, the images of tiles, and the gate.
+//
+// Names are those of kernels/cpu/delta_rule_chunk.h, with the scale of the read inside q. C = 64 tokens a chunk. A tile
+// image is the tile as it lies in shared memory for the tensor cores: rows of 64 numbers, 128 bytes, the 16-byte piece
+// p of row r at piece p ^ (r % 8). A chunk of n < C tokens keeps n rows of each image.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/cuda/delta_rule_sm90.h"
+#include "kernels/cuda/sm90.cuh"
+
+namespace palimpsest::cuda::sm90 {
+
+constexpr int kChunk = 64;
+constexpr int kTileBytes = kChunk * 128;
+constexpr float kLog2e = 1.4426950408889634F;
+constexpr float kSmallestBeta = 9.094947e-13F;  // 2^-40: dbeta divides by beta
+
+struct DeltaRuleWorkspace {
+  __nv_bfloat16 *qb, *kb, *kt;  // N HV K each: K/64 images a chunk and head
+  float* decay;                 // [slots, HV, K] exp(G_C)
+  float* beta;                  // [slots, HV, C]
+  float* totals;                // [slots, HV, 4, K] exp of the sums of g over 16 rows; vector decay, backward
+  float* norms;                 // [slots, HV, 2, C] factors of the l2 norms of q and k; backward
+  __nv_bfloat16 *m, *aqk, *x, *states;  // saved, or recomputed by backward
+  __nv_bfloat16* dstates;               // slots HV K V: images of dS^T at each chunk's end
+  __nv_bfloat16 *dq, *dk;               // [N, HV, K] of each value head, when several share a key head
+  float* partials;                      // [slots, HV, W + 1] sums for ddt_bias and dA_log
+};
+
+// Chunks have slots: chunk c of the document d that begins at token b has slot b / C + d + c. Some slots stay empty.
+__host__ __device__ inline int64_t num_slots(const DeltaRuleSm90& p) {
+  return p.N / kChunk + p.num_documents;
+}
+
+// Cuts a workspace into its arrays; over a null block it only counts. Returns the bytes.
+inline int64_t carve_workspace(const DeltaRuleSm90& p, bool backward, void* block, DeltaRuleWorkspace& w) {
+  int64_t used = 0;
+  const auto take = [&](auto*& array, int64_t count) {
+    array = block == nullptr ? nullptr
+                             : reinterpret_cast<std::remove_reference_t<decltype(array)>>(static_cast<uint8_t*>(block) + used);
+    used += (count * static_cast<int64_t>(sizeof(*array)) + 1023) / 1024 * 1024;
+  };
+  const int64_t slots = num_slots(p), rows = p.N * p.HV;
+  w = {};
+  take(w.qb, rows * p.K);
+  take(w.kb, rows * p.K);
+  take(w.kt, rows * p.K);
+  take(w.decay, slots * p.HV * p.K);
+  take(w.beta, slots * p.HV * kChunk);
+  w.m = p.m;
+  w.aqk = p.aqk;
+  w.x = p.x;
+  w.states = p.states;
+  if (p.m == nullptr) take(w.m, rows * kChunk);
+  if (p.aqk == nullptr) take(w.aqk, rows * kChunk);
+  if (!backward) return used;
+  if (p.x == nullptr) take(w.x, rows * p.V);
+  if (p.states == nullptr) take(w.states, (p.N > 0 ? p.N - 1 : 0) / kChunk * p.HV * p.K * p.V);
+  take(w.totals, slots * p.HV * 4 * p.K);
+  take(w.norms, slots * p.HV * 2 * kChunk);
+  take(w.dstates, slots * p.HV * p.K * p.V);
+  take(w.partials, slots * p.HV * (p.K + 1));
+  if (p.HV > p.H) {
+    take(w.dq, rows * p.K);
+    take(w.dk, rows * p.K);
+  }
+  return used;
+}
+
+struct Chunk {
+  int64_t document, first;  // its first token
+  int64_t length;           // of the document
+  int index, n;             // of the chunk in the document; its tokens, 0 for an empty slot
+
+  __device__ bool is_last() const { return (index + 1) * int64_t{kChunk} >= length; }
+  // Where the state at its start is kept; not for the first chunk of a document.
+  __device__ int64_t state_slot() const { return (first - index * int64_t{kChunk}) / kChunk + index - 1; }
+};
+
+__device__ inline Chunk find_chunk(const DeltaRuleSm90& p, int64_t slot) {
+  int64_t low = 0, high = p.num_documents - 1;
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (p.offsets[middle] / kChunk + middle <= slot) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const int64_t begin = p.offsets[low], length = p.offsets[low + 1] - begin;
+  Chunk chunk;
+  chunk.document = low;
+  chunk.index = static_cast<int>(slot - begin / kChunk - low);
+  chunk.first = begin + chunk.index * int64_t{kChunk};
+  chunk.length = length;
+  const int64_t left = length - chunk.index * int64_t{kChunk};
+  chunk.n = left <= 0 ? 0 : left < kChunk ? static_cast<int>(left) : kChunk;
+  return chunk;
+}
+
+// First number of the images of a chunk and head in an array that holds `size` numbers a token and head.
+__device__ inline int64_t image_offset(const DeltaRuleSm90& p, const Chunk& chunk, int64_t head, int size) {
+  return (chunk.first * p.HV + head * chunk.n) * size;
+}
+
+template <class T>
+__device__ inline T* row_of(const DeltaRows<T>& rows, int64_t token, int64_t head, int64_t size) {
+  return rows.data + token * rows.stride + head * size;
+}
+
+// 16-byte piece of an image's row.
+__device__ inline uint32_t image_piece(int row, int piece) {
+  return static_cast<uint32_t>(row * 128 + ((piece ^ (row & 7)) << 4));
+}
+
+__device__ inline float sigmoid_fast(float x) {
+  return reciprocal_fast(1.0F + exp2_fast(-kLog2e * x));
+}
+
+// log2(1 + e^x)
+__device__ inline float softplus2(float x) {
+  const float x2 = x * kLog2e;
+  return x2 > 24.0F ? x2 : log2_fast(1.0F + exp2_fast(x2));
+}
+
+// The gate of one head.
+struct HeadGate {
+  DeltaGateKind kind;
+  float rate;      // exp(A_log)
+  float bound;     // lower bound, kBounded
+  float constant;  // decay, kConstant
+
+  __device__ HeadGate(const DeltaRuleSm90& p, int64_t head)
+      : kind(p.gate), rate(1.0F), bound(p.gate_lower_bound), constant(1.0F) {
+    if (kind == DeltaGateKind::kConstant) {
+      if (p.constant_decays) constant = 1.0F - exp2_fast(-5.0F - static_cast<float>(p.first_value_head + head));
+    } else {
+      rate = exp2_fast(kLog2e * p.A_log[head]);
+    }
+  }
+  // Decays exp(g) of y = logit + dt_bias. Several at once: the kind is asked for once.
+  template <int n>
+  __device__ void decays(const float (&y)[n], float (&decay)[n]) const {
+    if (kind == DeltaGateKind::kSoftplus) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) decay[i] = exp2_fast(-rate * softplus2(y[i]));
+    } else if (kind == DeltaGateKind::kBounded) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) decay[i] = exp2_fast(kLog2e * bound * sigmoid_fast(rate * y[i]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < n; ++i) decay[i] = constant;
+    }
+  }
+  // From dg (of the natural logarithm) dy, in place; adds to the sum of dA_log.
+  template <int n>
+  __device__ void backward(const float (&y)[n], float (&dg)[n], float& dA_log) const {
+    if (kind == DeltaGateKind::kSoftplus) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        dA_log -= dg[i] * rate * softplus2(y[i]) * (1.0F / kLog2e);
+        dg[i] *= -rate * sigmoid_fast(y[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        const float z = sigmoid_fast(rate * y[i]);
+        dg[i] *= bound * z * (1.0F - z) * rate;
+        dA_log += dg[i] * y[i];
+      }
+    }
+  }
+};
+
+}  // namespace palimpsest::cuda::sm90

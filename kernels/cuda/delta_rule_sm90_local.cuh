@@ -1,0 +1,748 @@
+// The chunk-parallel kernel of the Hopper delta rule's backward with vector decay: from the states and their cotangents
+// at a chunk's ends the gradients of q, k, beta and the gate. The equations stand in
+// kernels/cpu/delta_rule_chunkwise_backward.cpp.
+//
+// A persistent block of eight warps takes chunk after chunk and head; the tiles of the next are loaded while it works.
+// First, per 64 value columns, dA, dP and the products with S0 and dS; then the pairs of the chunk by dyadic levels.
+// Everything with channels is held transposed, channels by tokens, in accumulators: warp (b, h) has the tokens
+// 16 b .. 16 b + 15 and half h of the channels, 16 channels at a time. There an accumulator packed to bf16 is operand A
+// again, a level's factor is a number a lane owns, and of the scans over tokens only two steps cross lanes and two cross
+// warps.
+#pragma once
+
+#include "kernels/cuda/delta_rule_sm90_common.cuh"
+
+namespace palimpsest::cuda::sm90 {
+
+constexpr int kLocalThreads = 256;
+constexpr int kLocalStages = 2;
+constexpr int kLocalPitch = 144;  // bytes of a row of 64 numbers
+
+template <int K>
+struct LocalLayout {
+  static constexpr int kPitch = 2 * K + 16;  // bytes of a row of q, k or the gate
+  static constexpr int kStateBytes = K * 128;
+  static constexpr int kRowsBytes = kChunk * kLocalPitch;
+  // of a stage: 64 value columns
+  static constexpr int kS = 0, kDs = kStateBytes, kDo = 2 * kStateBytes, kDv = kDo + kRowsBytes, kX = kDv + kRowsBytes;
+  static constexpr int kStageBytes = kX + kRowsBytes;
+  static_assert(kStageBytes % 1024 == 0);
+  static constexpr int kQ = kLocalStages * kStageBytes;
+  static constexpr int kK = kQ + kChunk * kPitch;
+  static constexpr int kG = kK + kChunk * kPitch;
+  static constexpr int kNorms = kG + kChunk * kPitch;       // [2, C]
+  static constexpr int kTotals = kNorms + 2 * kChunk * 4;   // [4, K]
+  static constexpr int kBeta = kTotals + 4 * K * 4;         // [C]
+  static constexpr int kDa = kBeta + kChunk * 4;            // [C, C]
+  static constexpr int kDp = kDa + kRowsBytes;
+  static constexpr int kDiagonal = kDp + kRowsBytes;        // [C]
+  static constexpr int kExchange = kDiagonal + kChunk * 4;  // operands of levels 32, 16: [half, level, block, q k]
+  static constexpr int kSums = kExchange + 2 * 2 * 4 * 2 * 512;  // [half][H N use][block][16]
+  static constexpr int kStates = kSums + 2 * 3 * 4 * 16 * 4;     // [4, K] rowsum(S0 * dS), later the sums of ddt_bias
+  static constexpr int kAlong = kStates + 4 * K * 4;             // [half][q k][C], later the sums of dA_log
+  static constexpr int kBarriers = kAlong + 2 * 2 * kChunk * 4;
+  static constexpr int kBytes = kBarriers + 8 * (kLocalStages + 1);
+};
+
+// A piece of work: a chunk and head.
+struct LocalItem {
+  int64_t index;  // past the last: none
+  int64_t slot, head;
+  Chunk chunk;
+};
+
+__device__ inline LocalItem next_item(const DeltaRuleSm90& p, int64_t index) {
+  const int64_t count = num_slots(p) * p.HV;
+  LocalItem item;
+  for (; index < count; index += gridDim.x) {
+    item.slot = index / p.HV;
+    item.head = index % p.HV;
+    item.chunk = find_chunk(p, item.slot);
+    if (item.chunk.n > 0) break;
+  }
+  item.index = index < count ? index : count;
+  return item;
+}
+
+// Where S0 and dS of an item are: an image, f32 of the caller, or zero.
+__device__ inline bool has_entry_image(const LocalItem& item) {
+  return item.chunk.index > 0;
+}
+__device__ inline bool has_exit_image(const DeltaRuleSm90& p, const LocalItem& item) {
+  return !item.chunk.is_last() || p.d_final_state != nullptr;
+}
+
+// The block asks for 64 value columns of an item. Rows past the end are 0.
+template <int K>
+__device__ inline void load_local_tile(const DeltaRuleSm90& p, const DeltaRuleWorkspace& w, const LocalItem& item,
+                                       int64_t tile, uint32_t stage, uint32_t barrier) {
+  using Layout = LocalLayout<K>;
+  const int thread = static_cast<int>(threadIdx.x), n = item.chunk.n;
+  if (thread == 0) {
+    const bool entry = has_entry_image(item), exit = has_exit_image(p, item);
+    barrier_expect(barrier,
+                   static_cast<uint32_t>((entry ? Layout::kStateBytes : 0) + (exit ? Layout::kStateBytes : 0)));
+    const auto state = [&](int64_t slot) { return ((slot * p.HV + item.head) * p.V + tile * 64) * K; };
+    if (entry) bulk_load(stage + Layout::kS, w.states + state(item.chunk.state_slot()), Layout::kStateBytes, barrier);
+    if (exit) bulk_load(stage + Layout::kDs, w.dstates + state(item.slot), Layout::kStateBytes, barrier);
+  }
+  const int piece = thread % 8;
+  const auto copy = [&](uint32_t to, const __nv_bfloat16* rows, int64_t stride) {
+#pragma unroll
+    for (int row = thread / 8; row < kChunk; row += kLocalThreads / 8)
+      async_copy(to + row * kLocalPitch + 16 * piece, rows + (row < n ? row : 0) * stride + 8 * piece, row < n);
+  };
+  const int64_t first = item.chunk.first;
+  copy(stage + Layout::kDo, row_of(p.d_o, first, item.head, p.V) + tile * 64, p.d_o.stride);
+  copy(stage + Layout::kDv, row_of(p.dv, first, item.head, p.V) + tile * 64, p.dv.stride);
+  copy(stage + Layout::kX, w.x + (first * p.HV + item.head) * p.V + tile * 64, p.HV * p.V);
+  async_copy_arrive(barrier);
+}
+
+// The block asks for q, k and the gate's logits of an item, and what was computed of them.
+template <int K>
+__device__ inline void load_local_rows(const DeltaRuleSm90& p, const DeltaRuleWorkspace& w, const LocalItem& item,
+                                       uint32_t base, uint32_t barrier) {
+  using Layout = LocalLayout<K>;
+  const int thread = static_cast<int>(threadIdx.x), n = item.chunk.n;
+  const int64_t slot_head = item.slot * p.HV + item.head, key_head = item.head / (p.HV / p.H);
+  if (thread == 0) {
+    barrier_expect(barrier, static_cast<uint32_t>(2 * kChunk * 4 + 4 * K * 4 + kChunk * 4));
+    bulk_load(base + Layout::kNorms, w.norms + slot_head * 2 * kChunk, 2 * kChunk * 4, barrier);
+    bulk_load(base + Layout::kTotals, w.totals + slot_head * 4 * K, 4 * K * 4, barrier);
+    bulk_load(base + Layout::kBeta, w.beta + slot_head * kChunk, kChunk * 4, barrier);
+  }
+  const int piece = thread % (K / 8);
+  const auto copy = [&](uint32_t to, const __nv_bfloat16* rows, int64_t stride) {
+#pragma unroll
+    for (int row = thread / (K / 8); row < kChunk; row += kLocalThreads / (K / 8))
+      async_copy(to + row * Layout::kPitch + 16 * piece, rows + (row < n ? row : 0) * stride + 8 * piece, row < n);
+  };
+  const int64_t first = item.chunk.first;
+  copy(base + Layout::kQ, row_of(p.q, first, key_head, K), p.q.stride);
+  copy(base + Layout::kK, row_of(p.k, first, key_head, K), p.k.stride);
+  copy(base + Layout::kG, row_of(p.gate_logit, first, item.head, K), p.gate_logit.stride);
+  async_copy_arrive(barrier);
+}
+
+// An image [64 values, K] of a f32 state [K, V], or of zero.
+template <int K>
+__device__ inline void fill_state_image(uint32_t image, const float* state, int64_t V, int64_t tile) {
+  for (int i = static_cast<int>(threadIdx.x); i < 64 * K / 8; i += kLocalThreads) {
+    const int value = i % 64, piece = i / 64;
+    uint32_t packed[4] = {0, 0, 0, 0};
+    if (state != nullptr) {
+      const float* from = state + 8 * piece * V + tile * 64 + value;
+      for (int j = 0; j < 4; ++j) packed[j] = pack_bf16(from[2 * j * V], from[(2 * j + 1) * V]);
+    }
+    *shared_pointer<uint4>(image + piece / 8 * kTileBytes + image_piece(value, piece % 8)) =
+        make_uint4(packed[0], packed[1], packed[2], packed[3]);
+  }
+}
+
+// The bits of a register pair (row, column), (row, column + 1) of an 8 x 8 tile that belong to level h, and of a pair
+// (row, column), (row + 1, column): rows of second, columns of first halves.
+__device__ inline bool in_level(int row, int column, int h) {
+  const int apart = row ^ column;
+  return column < row && apart >= h && apart < 2 * h;
+}
+
+// The four warps of a half of the channels.
+__device__ inline void sync_half(int half) {
+  if (half == 0) {
+    sync_threads(1, 128);
+  } else {
+    sync_threads(2, 128);
+  }
+}
+
+template <int K>
+__global__ void __launch_bounds__(kLocalThreads, 1)
+    delta_rule_bwd_local_kernel(const DeltaRuleSm90 p, const DeltaRuleWorkspace w) {
+  using Layout = LocalLayout<K>;
+  constexpr int kTiles = K / 32;  // of 16 channels a warp
+  constexpr int kPitch = Layout::kPitch;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+  const int b = warp % 4, half = warp / 4;
+  const uint32_t base = dynamic_shared();
+  const uint32_t rows_barrier = base + Layout::kBarriers + 8 * kLocalStages;
+  const int64_t num_items = num_slots(p) * p.HV, num_tiles = p.V / 64;
+  if (thread == 0) {
+    for (int i = 0; i <= kLocalStages; ++i) barrier_init(base + Layout::kBarriers + 8 * i, 1 + kLocalThreads);
+    barrier_init_fence();
+  }
+  sync_block();
+  if (w.partials != nullptr) {  // slots without tokens take part in the sums
+    for (int64_t index = blockIdx.x; index < num_items; index += gridDim.x) {
+      if (find_chunk(p, index / p.HV).n > 0) continue;
+      for (int c = thread; c <= K; c += kLocalThreads) w.partials[index * (K + 1) + c] = 0.0F;
+    }
+  }
+
+  LocalItem item = next_item(p, blockIdx.x);
+  // The next tile to load: two ahead.
+  LocalItem ahead = item;
+  int64_t ahead_tile = 0;
+  uint32_t num_loaded = 0, num_used = 0, num_rows = 0;
+  const auto load_ahead = [&] {
+    if (ahead.index >= num_items) return;
+    const uint32_t stage = num_loaded++ % kLocalStages;
+    load_local_tile<K>(p, w, ahead, ahead_tile, base + stage * Layout::kStageBytes,
+                       base + Layout::kBarriers + 8 * stage);
+    if (++ahead_tile == num_tiles) {
+      ahead_tile = 0;
+      ahead = next_item(p, ahead.index + gridDim.x);
+    }
+  };
+  for (int i = 0; i < kLocalStages; ++i) load_ahead();
+  if (item.index < num_items) load_local_rows<K>(p, w, item, base, rows_barrier);
+
+  // Rows of matrices that this lane addresses: fragment A or B by rows, and transposed.
+  const int row_a = lane / 8 % 2 * 8 + lane % 8, piece_a = lane / 16;  // matrices: rows, rows + 8, then columns + 8
+  const int row_b = lane / 16 * 8 + lane % 8, piece_b = lane / 8 % 2;  // columns, columns + 8, then rows + 8
+
+  while (item.index < num_items) {
+    const Chunk& chunk = item.chunk;
+    const int n = chunk.n;
+    const int64_t head = item.head, document_head = chunk.document * p.HV + head;
+    float dqb[kTiles][2][4] = {}, dkb[kTiles][2][4] = {}, dkt[kTiles][2][4] = {};  // transposed
+    float states[kTiles][2] = {};                                                  // S0 * dS, of channels g and g + 8
+    float dbeta = 0.0F;
+    {
+      float scores[4][2][4] = {};  // dA (half 0), -dP (half 1) of 16 rows, by 16 and 8 columns
+      for (int64_t tile = 0; tile < num_tiles; ++tile) {
+        const uint32_t stage_index = num_used % kLocalStages;
+        const uint32_t stage = base + stage_index * Layout::kStageBytes;
+        barrier_wait(base + Layout::kBarriers + 8 * stage_index, num_used / kLocalStages % 2);
+        ++num_used;
+        const bool entry = has_entry_image(item), exit = has_exit_image(p, item);
+        if (!entry || !exit) {
+          if (!entry)
+            fill_state_image<K>(stage + Layout::kS,
+                                p.initial_state == nullptr ? nullptr : p.initial_state + document_head * K * p.V, p.V,
+                                tile);
+          if (!exit) fill_state_image<K>(stage + Layout::kDs, nullptr, p.V, tile);
+          async_fence();  // bulk copies will write there again
+          sync_block();
+        }
+        const uint32_t own = stage + (half == 0 ? Layout::kDo : Layout::kDv) + (16 * b + row_a) * kLocalPitch;
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {  // 16 values
+          uint32_t a[4];
+          load_matrices(a, own + 32 * step + 16 * piece_a);
+#pragma unroll
+          for (int block = 0; block < 4; ++block) {
+            if (block > b) break;
+            uint32_t x[4];
+            load_matrices(x, stage + Layout::kX + (16 * block + row_b) * kLocalPitch + 32 * step + 16 * piece_b);
+            mma_k16(scores[block][0], a[0], a[1], a[2], a[3], x[0], x[1]);
+            mma_k16(scores[block][1], a[0], a[1], a[2], a[3], x[2], x[3]);
+          }
+        }
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          uint32_t d_o[4], dv[4], x[4];
+          const uint32_t rows = (16 * b + row_b) * kLocalPitch + 32 * step + 16 * piece_b;
+          load_matrices(d_o, stage + Layout::kDo + rows);
+          load_matrices(dv, stage + Layout::kDv + rows);
+          load_matrices(x, stage + Layout::kX + rows);
+#pragma unroll
+          for (int c = 0; c < kTiles; ++c) {
+            const int piece = half * (K / 16) + 2 * c + piece_b;
+            const uint32_t image = piece / 8 * kTileBytes + image_piece(16 * step + row_b, piece % 8);
+            uint32_t s[4], ds[4];
+            load_matrices_transposed(s, stage + Layout::kS + image);
+            load_matrices_transposed(ds, stage + Layout::kDs + image);
+            mma_k16(dqb[c][0], s[0], s[1], s[2], s[3], d_o[0], d_o[1]);
+            mma_k16(dqb[c][1], s[0], s[1], s[2], s[3], d_o[2], d_o[3]);
+            mma_k16(dkb[c][0], s[0], s[1], s[2], s[3], dv[0], dv[1]);
+            mma_k16(dkb[c][1], s[0], s[1], s[2], s[3], dv[2], dv[3]);
+            mma_k16(dkt[c][0], ds[0], ds[1], ds[2], ds[3], x[0], x[1]);
+            mma_k16(dkt[c][1], ds[0], ds[1], ds[2], ds[3], x[2], x[3]);
+            if (step == b) {
+#pragma unroll
+              for (int r = 0; r < 4; ++r)
+                states[c][r % 2] += low_of(s[r]) * low_of(ds[r]) + high_of(s[r]) * high_of(ds[r]);
+            }
+          }
+        }
+        {
+          const uint32_t rows = thread / 4 * kLocalPitch + thread % 4 * 32;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const uint4 dv = *shared_pointer<const uint4>(stage + Layout::kDv + rows + 16 * i);
+            const uint4 x = *shared_pointer<const uint4>(stage + Layout::kX + rows + 16 * i);
+            dbeta += low_of(dv.x) * low_of(x.x) + high_of(dv.x) * high_of(x.x) + low_of(dv.y) * low_of(x.y) +
+                     high_of(dv.y) * high_of(x.y) + low_of(dv.z) * low_of(x.z) + high_of(dv.z) * high_of(x.z) +
+                     low_of(dv.w) * low_of(x.w) + high_of(dv.w) * high_of(x.w);
+          }
+        }
+        sync_block();
+        load_ahead();
+      }
+      const uint32_t to = base + (half == 0 ? Layout::kDa : Layout::kDp);
+#pragma unroll
+      for (int block = 0; block < 4; ++block) {
+        if (block > b) break;
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int row = 16 * b + 8 * i + g, column = 16 * block + 8 * part + 2 * t;
+            float low = scores[block][part][2 * i], high = scores[block][part][2 * i + 1];
+            if (half == 0) {
+              float* diagonal = shared_pointer<float>(base + Layout::kDiagonal);
+              if (column == row) diagonal[row] = low;
+              if (column + 1 == row) diagonal[row] = high;
+            } else {
+              low = -low;
+              high = -high;
+            }
+            *shared_pointer<uint32_t>(to + row * kLocalPitch + 2 * column) = pack_bf16(low, high);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kTiles; ++c) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        for (int mask = 1; mask < 4; mask *= 2) states[c][i] += exchange(states[c][i], mask);
+        if (t == 0)
+          shared_pointer<float>(base + Layout::kStates)[b * K + half * (K / 2) + 16 * c + 8 * i + g] = states[c][i];
+      }
+    }
+    barrier_wait(rows_barrier, num_rows++ % 2);
+    for (int mask = 1; mask < 4; mask *= 2) dbeta += exchange(dbeta, mask);
+    if (thread % 4 == 0 && thread / 4 < n) {
+      const float beta = shared_pointer<const float>(base + Layout::kBeta)[thread / 4];
+      *row_of(p.dbeta_logit, chunk.first + thread / 4, head, 1) =
+          __float2bfloat16_rn(dbeta * (1.0F - beta / p.beta_scale) / beta);
+    }
+    sync_block();
+
+    // ---- by 16 channels ----
+    const HeadGate gate(p, head);
+    const float* totals = shared_pointer<const float>(base + Layout::kTotals);
+    const float* norms = shared_pointer<const float>(base + Layout::kNorms);
+    float q_norm[4], k_norm[4], diagonal[4];  // of tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the block
+    float along_q[4] = {}, along_k[4] = {};
+    float dA_log = 0.0F;
+    bool valid[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = 16 * b + i / 2 * 8 + 2 * t + i % 2;
+      q_norm[i] = norms[token];
+      k_norm[i] = norms[kChunk + token];
+      diagonal[i] = shared_pointer<const float>(base + Layout::kDiagonal)[token];
+      valid[i] = token < n;
+    }
+    // The diagonal block of dA and dP: tiles of 8 x 8 (0, 0), (1, 1), (1, 0) by rows and transposed.
+    uint32_t da_rows[4], dp_rows[4], da_columns[4], dp_columns[4];  // register r: tile (row r / 2, column r % 2)
+    {
+      const uint32_t block = (16 * b + row_b) * kLocalPitch + 32 * b + 16 * piece_b;
+      load_matrices(da_rows, base + Layout::kDa + block);
+      load_matrices(dp_rows, base + Layout::kDp + block);
+      load_matrices_transposed(da_columns, base + Layout::kDa + block);
+      load_matrices_transposed(dp_columns, base + Layout::kDp + block);
+    }
+    uint32_t row_mask[3], column_mask[3];  // of levels 1, 2, 4
+#pragma unroll
+    for (int level = 0; level < 3; ++level) {
+      row_mask[level] = (in_level(g, 2 * t, 1 << level) ? 0xffffU : 0U) |
+                        (in_level(g, 2 * t + 1, 1 << level) ? 0xffff0000U : 0U);
+      column_mask[level] = (in_level(2 * t, g, 1 << level) ? 0xffffU : 0U) |
+                           (in_level(2 * t + 1, g, 1 << level) ? 0xffff0000U : 0U);
+    }
+
+#pragma unroll
+    for (int c = 0; c < kTiles; ++c) {
+      const int first_channel = half * (K / 2) + 16 * c;
+      const uint32_t fragment = (16 * b + row_b) * kPitch + 2 * first_channel + 16 * piece_b;
+      // Element 2 r + i of an operand: channel g + 8 (r % 2), token 8 (r / 2) + 2 t + i; index r / 2 * 2 + i of a token.
+      float q[8], k[8];
+      float f1[8], f2[8], f4[8], f8[8], to_start[8], to_end[8];  // factors of the levels, G, U
+      float f16[8], f32[8];
+      {
+        uint32_t q_raw[4], k_raw[4], g_raw[4];
+        load_matrices_transposed(q_raw, base + Layout::kQ + fragment);
+        load_matrices_transposed(k_raw, base + Layout::kK + fragment);
+        load_matrices_transposed(g_raw, base + Layout::kG + fragment);
+        float before[2], after[2], middle[2], bias[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int channel = first_channel + 8 * i + g;
+          const float t0 = totals[channel], t1 = totals[K + channel], t2 = totals[2 * K + channel],
+                      t3 = totals[3 * K + channel];
+          before[i] = b == 0 ? 1.0F : b == 1 ? t0 : b == 2 ? t0 * t1 : t0 * t1 * t2;
+          after[i] = b == 3 ? 1.0F : b == 2 ? t3 : b == 1 ? t2 * t3 : t1 * t2 * t3;
+          middle[i] = b == 0 ? t1 : b == 3 ? t2 : 1.0F;
+          bias[i] = p.dt_bias == nullptr ? 0.0F : p.dt_bias[head * K + channel];
+        }
+        float y[8], pre[8], suf[8], total[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int x = 2 * r + i, token = r / 2 * 2 + i;
+            const float raw = i == 0 ? low_of(g_raw[r]) : high_of(g_raw[r]);
+            y[x] = raw + bias[r % 2];
+            q[x] = (i == 0 ? low_of(q_raw[r]) : high_of(q_raw[r])) * q_norm[token] * p.scale;
+            k[x] = (i == 0 ? low_of(k_raw[r]) : high_of(k_raw[r])) * k_norm[token];
+          }
+        }
+        gate.decays(y, pre);
+#pragma unroll
+        for (int x = 0; x < 8; ++x) pre[x] = valid[x / 4 * 2 + x % 2] ? pre[x] : 1.0F;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          f1[2 * r] = 1.0F;
+          f1[2 * r + 1] = pre[2 * r + 1];
+          suf[2 * r] = pre[2 * r + 1];
+          suf[2 * r + 1] = 1.0F;
+          pre[2 * r + 1] *= pre[2 * r];
+          total[r] = pre[2 * r + 1];
+        }
+#pragma unroll
+        for (int level = 0; level < 2; ++level) {  // 2, 4
+          const bool second = (t >> level) % 2 == 1;
+          float(&f)[8] = level == 0 ? f2 : f4;
+#pragma unroll
+          for (int r = 0; r < 4; ++r) {
+            const float other = exchange(total[r], 1 << level);
+#pragma unroll
+            for (int x = 2 * r; x < 2 * r + 2; ++x) {
+              f[x] = second ? pre[x] : suf[x];
+              if (second) {
+                pre[x] *= other;
+              } else {
+                suf[x] *= other;
+              }
+            }
+            total[r] *= other;
+          }
+        }
+#pragma unroll
+        for (int x = 0; x < 8; ++x) {
+          const int i = x / 2 % 2;  // of the channel
+          f8[x] = x < 4 ? suf[x] : pre[x];
+          if (x < 4) {
+            suf[x] *= total[2 + i];
+          } else {
+            pre[x] *= total[i];
+          }
+          f16[x] = b % 2 == 1 ? pre[x] : suf[x];
+          f32[x] = (b < 2 ? suf[x] : pre[x]) * middle[i];
+          to_start[x] = pre[x] * before[i];
+          to_end[x] = suf[x] * after[i];
+        }
+      }
+      float dq[8], dk[8], dpre[8], dsuf[8];
+#pragma unroll
+      for (int x = 0; x < 8; ++x) {
+        const int part = x / 4, i = x / 2 % 2 * 2 + x % 2, token = x / 4 * 2 + x % 2;
+        const float from_state = dqb[c][part][i] * to_start[x], from_key = -dkb[c][part][i] * to_start[x];
+        const float to_state = dkt[c][part][i] * to_end[x];
+        dpre[x] = q[x] * from_state + k[x] * from_key;
+        dsuf[x] = k[x] * to_state;
+        dq[x] = from_state + diagonal[token] * k[x];
+        dk[x] = from_key + to_state + diagonal[token] * q[x];
+      }
+      uint32_t aq[4], ak[4];
+      const auto scale_by = [&](const float(&factor)[8]) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          aq[r] = pack_bf16(q[2 * r] * factor[2 * r], q[2 * r + 1] * factor[2 * r + 1]);
+          ak[r] = pack_bf16(k[2 * r] * factor[2 * r], k[2 * r + 1] * factor[2 * r + 1]);
+        }
+      };
+      // The operands of levels 32 and 16, in the order of the lanes.
+      const auto slot = [&](int level, int block, int part) {
+        return base + Layout::kExchange + (((half * 2 + level) * 4 + block) * 2 + part) * 512 + 16 * lane;
+      };
+      scale_by(f32);
+      if (b >= 2) *shared_pointer<uint4>(slot(0, b, 0)) = make_uint4(aq[0], aq[1], aq[2], aq[3]);
+      *shared_pointer<uint4>(slot(0, b, 1)) = make_uint4(ak[0], ak[1], ak[2], ak[3]);
+      scale_by(f16);
+      if (b % 2 == 1) *shared_pointer<uint4>(slot(1, b, 0)) = make_uint4(aq[0], aq[1], aq[2], aq[3]);
+      *shared_pointer<uint4>(slot(1, b, 1)) = make_uint4(ak[0], ak[1], ak[2], ak[3]);
+      sync_half(half);
+
+      // Levels 32 and 16: this warp's tokens lie in a second half, or in a first one.
+      float use32[8], use16[8];
+      const auto join = [&](int level, bool second, int first_block, int num_blocks, const float(&f)[8], float(&use)[8]) {
+        float sums[2][2][4] = {};  // of dA and of dP, or of both in [0]
+        for (int block = first_block; block < first_block + num_blocks; ++block) {
+          const uint4 far_k = *shared_pointer<const uint4>(slot(level, block, 1));
+          uint32_t da[4], dp[4];
+          if (second) {
+            const uint32_t at = (16 * b + row_b) * kLocalPitch + 32 * block + 16 * piece_b;
+            load_matrices(da, base + Layout::kDa + at);
+            load_matrices(dp, base + Layout::kDp + at);
+            mma_k16(sums[0][0], far_k.x, far_k.y, far_k.z, far_k.w, da[0], da[1]);
+            mma_k16(sums[0][1], far_k.x, far_k.y, far_k.z, far_k.w, da[2], da[3]);
+            mma_k16(sums[1][0], far_k.x, far_k.y, far_k.z, far_k.w, dp[0], dp[1]);
+            mma_k16(sums[1][1], far_k.x, far_k.y, far_k.z, far_k.w, dp[2], dp[3]);
+          } else {
+            const uint4 far_q = *shared_pointer<const uint4>(slot(level, block, 0));
+            const uint32_t at = (16 * block + row_a) * kLocalPitch + 32 * b + 16 * piece_a;
+            load_matrices_transposed(da, base + Layout::kDa + at);
+            load_matrices_transposed(dp, base + Layout::kDp + at);
+            mma_k16(sums[0][0], far_q.x, far_q.y, far_q.z, far_q.w, da[0], da[1]);
+            mma_k16(sums[0][1], far_q.x, far_q.y, far_q.z, far_q.w, da[2], da[3]);
+            mma_k16(sums[0][0], far_k.x, far_k.y, far_k.z, far_k.w, dp[0], dp[1]);
+            mma_k16(sums[0][1], far_k.x, far_k.y, far_k.z, far_k.w, dp[2], dp[3]);
+          }
+        }
+        scale_by(f);
+#pragma unroll
+        for (int x = 0; x < 8; ++x) {
+          const int part = x / 4, i = x / 2 % 2 * 2 + x % 2;
+          const float kf = x % 2 == 0 ? low_of(ak[x / 2]) : high_of(ak[x / 2]);
+          if (second) {
+            const float qf = x % 2 == 0 ? low_of(aq[x / 2]) : high_of(aq[x / 2]);
+            dq[x] += f[x] * sums[0][part][i];
+            dk[x] += f[x] * sums[1][part][i];
+            use[x] = qf * sums[0][part][i] + kf * sums[1][part][i];
+          } else {
+            dk[x] += f[x] * sums[0][part][i];
+            use[x] = kf * sums[0][part][i];
+          }
+        }
+      };
+      join(0, b >= 2, b >= 2 ? 0 : 2, 2, f32, use32);
+      join(1, b % 2 == 1, b ^ 1, 1, f16, use16);
+
+      // dg, from the longest segments to the shortest: `share` is what a token's own block has of the longer ones.
+      float share[8];
+      {
+        float* sums = shared_pointer<float>(base + Layout::kSums) + half * 3 * 4 * 16;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float h = 0.0F, s = 0.0F, use = 0.0F;
+#pragma unroll
+          for (int part = 0; part < 2; ++part) {
+            const int x = 4 * part + 2 * i;
+            h += dpre[x] + dpre[x + 1];
+            s += dsuf[x] + dsuf[x + 1];
+            use += use32[x] + use32[x + 1];
+          }
+          for (int mask = 1; mask < 4; mask *= 2) {
+            h += exchange(h, mask);
+            s += exchange(s, mask);
+            use += exchange(use, mask);
+          }
+          if (t == 0) {
+            sums[(0 * 4 + b) * 16 + 8 * i + g] = h;
+            sums[(1 * 4 + b) * 16 + 8 * i + g] = s;
+            sums[(2 * 4 + b) * 16 + 8 * i + g] = use;
+          }
+        }
+        sync_half(half);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int channel = first_channel + 8 * i + g;
+          const auto h = [&](int block) { return sums[block * 16 + 8 * i + g]; };
+          const auto s = [&](int block) { return sums[(4 + block) * 16 + 8 * i + g]; };
+          const auto use = [&](int block) { return sums[(8 + block) * 16 + 8 * i + g]; };
+          const float* products = shared_pointer<const float>(base + Layout::kStates) + channel;
+          float total = (products[0] + products[K] + products[2 * K] + products[3 * K]) * totals[channel] *
+                        totals[K + channel] * totals[2 * K + channel] * totals[3 * K + channel];
+          total += b < 2 ? h(2) + h(3) : s(0) + s(1);
+          total += b == 0 ? h(1) : b == 1 ? s(0) + use(0) : b == 2 ? h(3) + use(3) : s(2);
+#pragma unroll
+          for (int part = 0; part < 2; ++part) {
+            share[4 * part + 2 * i] = total;
+            share[4 * part + 2 * i + 1] = total;
+          }
+        }
+      }
+      // Where R of level 32, 16 goes: second halves to dpre, first halves to dsuf.
+#pragma unroll
+      for (int x = 0; x < 8; ++x) {
+        dpre[x] += (b >= 2 ? use32[x] : 0.0F) + (b % 2 == 1 ? use16[x] : 0.0F);
+        dsuf[x] += (b < 2 ? use32[x] : 0.0F) + (b % 2 == 0 ? use16[x] : 0.0F);
+      }
+      // Level 8: tokens 8 .. 15 against 0 .. 7 of the block.
+      {
+        float sums[3][4] = {};  // dq, kr of the second, kc of the first half
+        scale_by(f8);
+        mma_k8(sums[0], ak[0], ak[1], da_rows[2]);
+        mma_k8(sums[1], ak[0], ak[1], dp_rows[2]);
+        mma_k16(sums[2], aq[2], aq[3], ak[2], ak[3], da_columns[2], dp_columns[2]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float h = dpre[4 + 2 * i] + dpre[5 + 2 * i], s = dsuf[2 * i] + dsuf[2 * i + 1];
+          for (int mask = 1; mask < 4; mask *= 2) {
+            h += exchange(h, mask);
+            s += exchange(s, mask);
+          }
+          share[2 * i] += h;
+          share[2 * i + 1] += h;
+          share[4 + 2 * i] += s;
+          share[5 + 2 * i] += s;
+        }
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+          const float k_first = x % 2 == 0 ? low_of(ak[x / 2]) : high_of(ak[x / 2]);
+          const float k_second = x % 2 == 0 ? low_of(ak[2 + x / 2]) : high_of(ak[2 + x / 2]);
+          const float q_second = x % 2 == 0 ? low_of(aq[2 + x / 2]) : high_of(aq[2 + x / 2]);
+          dk[x] += f8[x] * sums[2][x];
+          dsuf[x] += k_first * sums[2][x];
+          dq[4 + x] += f8[4 + x] * sums[0][x];
+          dk[4 + x] += f8[4 + x] * sums[1][x];
+          dpre[4 + x] += q_second * sums[0][x] + k_second * sums[1][x];
+        }
+      }
+#pragma unroll
+      for (int level = 2; level >= 0; --level) {  // 4, 2, 1
+        const float(&f)[8] = level == 2 ? f4 : level == 1 ? f2 : f1;
+        scale_by(f);
+        float sums[3][2][4] = {};  // dq, kr, kc by 8 tokens
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          mma_k8(sums[0][part], ak[2 * part], ak[2 * part + 1], da_rows[3 * part] & row_mask[level]);
+          mma_k8(sums[1][part], ak[2 * part], ak[2 * part + 1], dp_rows[3 * part] & row_mask[level]);
+          mma_k16(sums[2][part], aq[2 * part], aq[2 * part + 1], ak[2 * part], ak[2 * part + 1],
+                  da_columns[3 * part] & column_mask[level], dp_columns[3 * part] & column_mask[level]);
+        }
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          if (level == 0) {
+            share[2 * r] += dpre[2 * r + 1];
+            share[2 * r + 1] += dsuf[2 * r];
+          } else {
+            const bool second = (t >> (level - 1)) % 2 == 1;
+            float other = second ? dpre[2 * r] + dpre[2 * r + 1] : dsuf[2 * r] + dsuf[2 * r + 1];
+            if (level == 2) other += exchange(other, 1);
+            other = exchange(other, 1 << (level - 1));
+            share[2 * r] += other;
+            share[2 * r + 1] += other;
+          }
+        }
+#pragma unroll
+        for (int x = 0; x < 8; ++x) {
+          const int part = x / 4, i = x / 2 % 2 * 2 + x % 2;
+          const float kf = x % 2 == 0 ? low_of(ak[x / 2]) : high_of(ak[x / 2]);
+          const float qf = x % 2 == 0 ? low_of(aq[x / 2]) : high_of(aq[x / 2]);
+          dq[x] += f[x] * sums[0][part][i];
+          dk[x] += f[x] * (sums[1][part][i] + sums[2][part][i]);
+          dpre[x] += qf * sums[0][part][i] + kf * sums[1][part][i];
+          dsuf[x] += kf * sums[2][part][i];
+        }
+      }
+      // The gate; its logits' gradients replace the logits.
+      {
+        uint32_t g_raw[4], packed[4];
+        load_matrices_transposed(g_raw, base + Layout::kG + fragment);
+        float bias_sum[2] = {0.0F, 0.0F}, y[8], dy[8];
+#pragma unroll
+        for (int x = 0; x < 8; ++x) {
+          const float bias = p.dt_bias == nullptr ? 0.0F : p.dt_bias[head * K + first_channel + x / 2 % 2 * 8 + g];
+          y[x] = (x % 2 == 0 ? low_of(g_raw[x / 2]) : high_of(g_raw[x / 2])) + bias;
+          dy[x] = valid[x / 4 * 2 + x % 2] ? dpre[x] + share[x] : 0.0F;
+        }
+        gate.backward(y, dy, dA_log);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          bias_sum[r % 2] += dy[2 * r] + dy[2 * r + 1];
+          packed[r] = pack_bf16(dy[2 * r], dy[2 * r + 1]);
+        }
+        store_matrices_transposed(base + Layout::kG + fragment, packed[0], packed[1], packed[2], packed[3]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          for (int mask = 1; mask < 4; mask *= 2) bias_sum[i] += exchange(bias_sum[i], mask);
+          // rowsum(S0 * dS) of these channels has been read: the barrier above, and below this warp is the only writer
+          states[c][i] = bias_sum[i];
+        }
+      }
+#pragma unroll
+      for (int x = 0; x < 8; ++x) {
+        const int part = x / 4, i = x / 2 % 2 * 2 + x % 2, token = x / 4 * 2 + x % 2;
+        along_q[token] += q[x] * dq[x];
+        along_k[token] += k[x] * dk[x];
+        dqb[c][part][i] = dq[x];
+        dkb[c][part][i] = dk[x];
+      }
+    }
+
+    // ---- over all channels ----
+    {
+      float* along = shared_pointer<float>(base + Layout::kAlong);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        for (int mask = 4; mask < 32; mask *= 2) {
+          along_q[i] += exchange(along_q[i], mask);
+          along_k[i] += exchange(along_k[i], mask);
+        }
+        const int token = 16 * b + i / 2 * 8 + 2 * t + i % 2;
+        if (g == 0) {
+          along[half * 2 * kChunk + token] = along_q[i];
+          along[(half * 2 + 1) * kChunk + token] = along_k[i];
+        }
+      }
+      for (int mask = 1; mask < 32; mask *= 2) dA_log += exchange(dA_log, mask);
+      sync_block();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = 16 * b + i / 2 * 8 + 2 * t + i % 2;
+        along_q[i] = p.l2norm_qk ? along[token] + along[2 * kChunk + token] : 0.0F;
+        along_k[i] = p.l2norm_qk ? along[kChunk + token] + along[3 * kChunk + token] : 0.0F;
+      }
+#pragma unroll
+      for (int c = 0; c < kTiles; ++c) {
+        const uint32_t fragment = (16 * b + row_b) * kPitch + 2 * (half * (K / 2) + 16 * c) + 16 * piece_b;
+        uint32_t q_raw[4], k_raw[4];
+        load_matrices_transposed(q_raw, base + Layout::kQ + fragment);
+        load_matrices_transposed(k_raw, base + Layout::kK + fragment);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          float q_out[2], k_out[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int token = r / 2 * 2 + i;
+            const float q = (i == 0 ? low_of(q_raw[r]) : high_of(q_raw[r])) * q_norm[token];
+            const float k = (i == 0 ? low_of(k_raw[r]) : high_of(k_raw[r])) * k_norm[token];
+            q_out[i] = q_norm[token] * (p.scale * dqb[c][r / 2][r % 2 * 2 + i] - q * along_q[token]);
+            k_out[i] = k_norm[token] * (dkb[c][r / 2][r % 2 * 2 + i] - k * along_k[token]);
+          }
+          q_raw[r] = pack_bf16(q_out[0], q_out[1]);
+          k_raw[r] = pack_bf16(k_out[0], k_out[1]);
+        }
+        store_matrices_transposed(base + Layout::kQ + fragment, q_raw[0], q_raw[1], q_raw[2], q_raw[3]);
+        store_matrices_transposed(base + Layout::kK + fragment, k_raw[0], k_raw[1], k_raw[2], k_raw[3]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (t == 0)
+            shared_pointer<float>(base + Layout::kStates)[b * K + half * (K / 2) + 16 * c + 8 * i + g] = states[c][i];
+        }
+      }
+      sync_block();
+      if (lane == 0) along[warp] = dA_log;
+      const bool grouped = p.HV > p.H;
+      for (int i = thread; i < n * (K / 8); i += kLocalThreads) {
+        const int row = i / (K / 8), piece = i % (K / 8);
+        const int64_t token = chunk.first + row;
+        const auto copy = [&](__nv_bfloat16* to, int tile) {
+          *reinterpret_cast<uint4*>(to + 8 * piece) = *shared_pointer<const uint4>(base + tile + row * kPitch + 16 * piece);
+        };
+        copy(grouped ? w.dq + (token * p.HV + head) * K : row_of(p.dq, token, head, K), Layout::kQ);
+        copy(grouped ? w.dk + (token * p.HV + head) * K : row_of(p.dk, token, head, K), Layout::kK);
+        copy(row_of(p.dgate_logit, token, head, K), Layout::kG);
+      }
+      sync_block();
+      float* partials = w.partials + (item.slot * p.HV + head) * (K + 1);
+      const float* sums = shared_pointer<const float>(base + Layout::kStates);
+      for (int c = thread; c < K; c += kLocalThreads) partials[c] = sums[c] + sums[K + c] + sums[2 * K + c] + sums[3 * K + c];
+      if (thread == 0) {
+        float sum = 0.0F;
+        for (int i = 0; i < kLocalThreads / 32; ++i) sum += along[i];
+        partials[K] = sum;
+      }
+      item = next_item(p, item.index + gridDim.x);
+      if (item.index < num_items) load_local_rows<K>(p, w, item, base, rows_barrier);
+    }
+  }
+}
+
+}  // namespace palimpsest::cuda::sm90

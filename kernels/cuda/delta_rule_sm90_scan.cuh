@@ -1,0 +1,403 @@
+// The serial kernels of the Hopper delta rule: the state through the chunks of one document, and its cotangent back.
+//
+// A block has one document, value head and 64 value columns. Its fifth warp loads a chunk ahead of the other four, which
+// hold S^T (dS^T) [64, K] in f32 accumulators, 16 value columns a warp. An accumulator packed to bf16 is operand A of
+// the next product, so that state, X and dX never pass through shared memory:
+//
+//   forward   R^T = V^T - S^T Kb^T              backward  dX^T = dS^T Kt^T + dO^T Aqk
+//             X^T = bR^T + bR^T (M - I)^T                 Y^T = dX^T + dX^T (M - I)
+//             O^T = S^T Qb^T + X^T Aqk^T                  dV^T = Y^T diag(beta)
+//             S^T = S^T Diag(e^G_C) + X^T Kt              dS^T = dS^T Diag(e^G_C) + dO^T Qb - dV^T Kb
+//
+// Rows of a tile past the end of a short chunk keep finite numbers of earlier chunks (zeros at first) and meet zeros.
+#pragma once
+
+#include "kernels/cuda/delta_rule_sm90_common.cuh"
+
+namespace palimpsest::cuda::sm90 {
+
+constexpr int kScanThreads = 160;
+constexpr int kScanConsumers = 128;
+constexpr int kValueTile = 64;
+constexpr int kRowPitch = 144;       // bytes of a row of 64 values in shared memory
+constexpr int kOutPitch = 48;        // of 16 values
+constexpr int kStages = 2;
+
+template <int K>
+struct ScanLayout {
+  static constexpr int kHalves = K / 64;
+  static constexpr int kKb = 0;
+  static constexpr int kQb = kKb + kHalves * kTileBytes;
+  static constexpr int kKt = kQb + kHalves * kTileBytes;
+  static constexpr int kM = kKt + kHalves * kTileBytes;
+  static constexpr int kAqk = kM + kTileBytes;
+  static constexpr int kRows = kAqk + kTileBytes;  // V or dO
+  static constexpr int kBeta = kRows + kChunk * kRowPitch;
+  static constexpr int kDecay = kBeta + kChunk * 4;
+  static constexpr int kStageBytes = (kDecay + K * 4 + 1023) / 1024 * 1024;
+  static constexpr int kState = kStages * kStageBytes;  // image on its way out
+  static constexpr int kOut = kState + kHalves * kTileBytes;
+  static constexpr int kBarriers = kOut + 4 * kChunk * kOutPitch;  // full, then empty
+  static constexpr int kBytes = kBarriers + 16 * kStages;
+};
+
+// The document and the piece of the work that a block has.
+struct ScanTask {
+  int64_t document, begin, head, tile, first_slot;
+  int num_chunks;
+  int64_t length;
+
+  __device__ explicit ScanTask(const DeltaRuleSm90& p) {
+    const int64_t tiles = p.V / kValueTile, index = blockIdx.x;
+    tile = index % tiles;
+    head = index / tiles % p.HV;
+    document = index / tiles / p.HV;
+    begin = p.offsets[document];
+    length = p.offsets[document + 1] - begin;
+    num_chunks = static_cast<int>((length + kChunk - 1) / kChunk);
+    first_slot = begin / kChunk + document;
+  }
+  __device__ Chunk chunk(int index) const {
+    const int64_t left = length - index * int64_t{kChunk};
+    Chunk chunk;
+    chunk.document = document;
+    chunk.first = begin + index * int64_t{kChunk};
+    chunk.length = length;
+    chunk.index = index;
+    chunk.n = left < kChunk ? static_cast<int>(left) : kChunk;
+    return chunk;
+  }
+};
+
+// The loading warp brings a chunk: Kb, Qb, Kt, M, Aqk, 64 columns of `rows`, beta and the decay of the state.
+template <int K>
+__device__ inline void load_scan_chunk(const DeltaRuleSm90& p, const DeltaRuleWorkspace& w, const ScanTask& task,
+                                       const Chunk& chunk, const DeltaRows<const __nv_bfloat16>& rows, uint32_t stage,
+                                       uint32_t full, int lane) {
+  using Layout = ScanLayout<K>;
+  const uint32_t tile_bytes = static_cast<uint32_t>(chunk.n * 128);
+  if (lane == 0) {
+    barrier_expect(full, tile_bytes * (3 * Layout::kHalves + 2) + kChunk * 4 + K * 4);
+    const int64_t image = image_offset(p, chunk, task.head, K);
+    const int64_t square = image_offset(p, chunk, task.head, kChunk);
+    const int64_t slot_head = (task.first_slot + chunk.index) * p.HV + task.head;
+    for (int half = 0; half < Layout::kHalves; ++half) {
+      const int64_t from = image + half * int64_t{chunk.n} * 64;
+      bulk_load(stage + Layout::kKb + half * kTileBytes, w.kb + from, tile_bytes, full);
+      bulk_load(stage + Layout::kKt + half * kTileBytes, w.kt + from, tile_bytes, full);
+      bulk_load(stage + Layout::kQb + half * kTileBytes, w.qb + from, tile_bytes, full);
+    }
+    bulk_load(stage + Layout::kM, w.m + square, tile_bytes, full);
+    bulk_load(stage + Layout::kAqk, w.aqk + square, tile_bytes, full);
+    bulk_load(stage + Layout::kBeta, w.beta + slot_head * kChunk, kChunk * 4, full);
+    bulk_load(stage + Layout::kDecay, w.decay + slot_head * K, K * 4, full);
+  }
+  const __nv_bfloat16* from = row_of(rows, chunk.first, task.head, p.V) + task.tile * kValueTile + lane % 8 * 8;
+#pragma unroll 4
+  for (int row = lane / 8; row < kChunk; row += 4)  // rows past the end are 0
+    async_copy(stage + Layout::kRows + row * kRowPitch + lane % 8 * 16, row < chunk.n ? from + row * rows.stride : from,
+               row < chunk.n);
+  async_copy_arrive(full);
+}
+
+// Zeros in all stages, the barriers ready.
+template <int K>
+__device__ inline void start_scan(uint32_t base) {
+  using Layout = ScanLayout<K>;
+  for (uint32_t i = threadIdx.x * 16; i < kStages * Layout::kStageBytes; i += kScanThreads * 16)
+    *shared_pointer<uint4>(base + i) = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(base + Layout::kBarriers + 8 * i, 1 + 32);
+      barrier_init(base + Layout::kBarriers + 8 * (kStages + i), kScanConsumers / 32);
+    }
+    barrier_init_fence();
+  }
+  async_fence();
+  sync_block();
+}
+
+template <int K>
+__device__ inline void load_scan(const DeltaRuleSm90& p, const DeltaRuleWorkspace& w, const ScanTask& task,
+                                 const DeltaRows<const __nv_bfloat16>& rows, bool forward, uint32_t base, int lane) {
+  using Layout = ScanLayout<K>;
+  for (int i = 0; i < task.num_chunks; ++i) {
+    const int stage = i % kStages;
+    if (i >= kStages)
+      barrier_wait(base + Layout::kBarriers + 8 * (kStages + stage), static_cast<uint32_t>(i / kStages + 1) % 2);
+    load_scan_chunk<K>(p, w, task, task.chunk(forward ? i : task.num_chunks - 1 - i), rows,
+                       base + stage * Layout::kStageBytes, base + Layout::kBarriers + 8 * stage, lane);
+  }
+}
+
+// Accumulators as operand A, 16 columns a step.
+template <int kSteps>
+__device__ inline void pack_operand(const float (&d)[2 * kSteps][4], uint32_t (&a)[kSteps][4]) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      a[step][2 * half] = pack_bf16(d[2 * step + half][0], d[2 * step + half][1]);
+      a[step][2 * half + 1] = pack_bf16(d[2 * step + half][2], d[2 * step + half][3]);
+    }
+  }
+}
+
+// d [64, 64 or K] += sign a B over kSteps steps of 16; K-major: B = tile^T, whose rows are split in halves of 64 columns.
+template <int sign, int kSteps, int kTiles>
+__device__ inline void multiply_transposed(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], uint32_t tile) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    warpgroup_product<Major::kK, sign>(d, a[step], tile_descriptor(tile + step / 4 * kTileBytes + step % 4 * 32));
+}
+template <int sign, int kSteps, int kTiles>
+__device__ inline void multiply(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], uint32_t tile) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    warpgroup_product<Major::kN, sign>(d, a[step], tile_descriptor(tile + step * 2048, kTileBytes));
+}
+
+// Accumulators [16 values of this warp, 64 tokens] to rows of tokens.
+__device__ inline void store_rows(const uint32_t (&packed)[4][4], uint32_t out, int lane, int n, __nv_bfloat16* to,
+                                  int64_t stride) {
+  const uint32_t address = out + (lane / 16 * 8 + lane % 8) * kOutPitch + lane / 8 % 2 * 16;
+  sync_warp();  // what lay there has been read
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+    store_matrices_transposed(address + step * 16 * kOutPitch, packed[step][0], packed[step][1], packed[step][2],
+                              packed[step][3]);
+  sync_warp();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int token = (lane + 32 * i) / 2, piece = lane % 2;
+    if (token < n)
+      *reinterpret_cast<uint4*>(to + token * stride + 8 * piece) =
+          *shared_pointer<const uint4>(out + token * kOutPitch + 16 * piece);
+  }
+}
+
+// The state, packed as operand A, to its image. Each warp stores its 16 rows.
+template <int K>
+__device__ inline void store_state_image(const uint32_t (&a)[K / 16][4], uint32_t image, int warp, int lane,
+                                         __nv_bfloat16* to) {
+  sync_warp();  // what lay there has been read
+#pragma unroll
+  for (int step = 0; step < K / 16; ++step)
+    store_matrices(image + step / 4 * kTileBytes +
+                       image_piece(16 * warp + lane / 8 % 2 * 8 + lane % 8, 2 * (step % 4) + lane / 16),
+                   a[step][0], a[step][1], a[step][2], a[step][3]);
+  sync_warp();
+#pragma unroll
+  for (int i = 0; i < K / 16; ++i) {
+    const uint32_t from = i / 4 * kTileBytes + warp * 2048 + i % 4 * 512 + lane * 16;
+    *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(to) + from) = *shared_pointer<const uint4>(image + from);
+  }
+}
+
+// A whole f32 state [K, V] of one document and head: this thread's numbers, or zeros.
+template <int K>
+__device__ inline void load_state(const float* state, int64_t V, int value, int t, float (&s)[K / 8][4]) {
+#pragma unroll
+  for (int j = 0; j < K / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      s[j][i] = state == nullptr ? 0.0F : state[(8 * j + 2 * t + i % 2) * V + value + i / 2 * 8];
+  }
+}
+template <int K>
+__device__ inline void store_state(float* state, int64_t V, int value, int t, const float (&s)[K / 8][4]) {
+  if (state == nullptr) return;
+#pragma unroll
+  for (int j = 0; j < K / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) state[(8 * j + 2 * t + i % 2) * V + value + i / 2 * 8] = s[j][i];
+  }
+}
+template <int K>
+__device__ inline void decay_state(uint32_t decay, int t, float (&s)[K / 8][4]) {
+#pragma unroll
+  for (int j = 0; j < K / 8; ++j) {
+    const float2 d = *shared_pointer<const float2>(decay + 4 * (8 * j + 2 * t));
+    s[j][0] *= d.x;
+    s[j][1] *= d.y;
+    s[j][2] *= d.x;
+    s[j][3] *= d.y;
+  }
+}
+
+// Zero in the columns of tokens past the end.
+__device__ inline void mask_tokens(float (&d)[8][4], int n, int t) {
+  if (n == kChunk) return;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[j][i] = 8 * j + 2 * t + i % 2 < n ? d[j][i] : 0.0F;
+  }
+}
+
+// 16 values of this warp and 64 tokens as operand A or in the layout of accumulators, from rows of tokens.
+__device__ inline void load_rows_transposed(uint32_t (&packed)[4][4], uint32_t rows, int warp, int lane) {
+  const uint32_t address = rows + (lane / 16 * 8 + lane % 8) * kRowPitch + 2 * (16 * warp + lane / 8 % 2 * 8);
+#pragma unroll
+  for (int step = 0; step < 4; ++step) load_matrices_transposed(packed[step], address + step * 16 * kRowPitch);
+}
+
+template <int K>
+__global__ void __launch_bounds__(kScanThreads, 1)
+    delta_rule_fwd_scan_kernel(const DeltaRuleSm90 p, const DeltaRuleWorkspace w) {
+  using Layout = ScanLayout<K>;
+  constexpr int kSteps = K / 16;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
+  const uint32_t base = dynamic_shared();
+  const ScanTask task(p);
+  start_scan<K>(base);
+  if (warp == 4) {
+    load_scan<K>(p, w, task, p.v, true, base, lane);
+    return;
+  }
+  const int64_t document_head = task.document * p.HV + task.head;
+  const int value = static_cast<int>(task.tile) * kValueTile + 16 * warp + lane / 4;
+  const uint32_t out = base + Layout::kOut + warp * kChunk * kOutPitch;
+  float s[K / 8][4];
+  load_state<K>(p.initial_state == nullptr ? nullptr : p.initial_state + document_head * K * p.V, p.V, value, t, s);
+  for (int index = 0; index < task.num_chunks; ++index) {
+    const Chunk chunk = task.chunk(index);
+    const uint32_t stage = base + index % kStages * Layout::kStageBytes;
+    const uint32_t barrier = base + Layout::kBarriers + 8 * (index % kStages);
+    uint32_t a[kSteps][4];
+    pack_operand<kSteps>(s, a);
+    barrier_wait(barrier, static_cast<uint32_t>(index / kStages) % 2);
+    float r[8][4] = {}, o[8][4] = {};
+    pin(r);
+    pin(o);
+    warpgroup_fence();
+    multiply_transposed<1, kSteps>(r, a, stage + Layout::kKb);
+    warpgroup_commit();
+    multiply_transposed<1, kSteps>(o, a, stage + Layout::kQb);
+    warpgroup_commit();
+    uint32_t v[4][4];
+    load_rows_transposed(v, stage + Layout::kRows, warp, lane);
+    if (index > 0 && w.states != nullptr)
+      store_state_image<K>(a, base + Layout::kState, warp, lane,
+                           w.states + ((chunk.state_slot() * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
+    warpgroup_wait<1>();
+    pin(r);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 beta = *shared_pointer<const float2>(stage + Layout::kBeta + 4 * (8 * j + 2 * t));
+      const uint32_t low = v[j / 2][j % 2 * 2], high = v[j / 2][j % 2 * 2 + 1];
+      r[j][0] = beta.x * (low_of(low) - r[j][0]);
+      r[j][1] = beta.y * (high_of(low) - r[j][1]);
+      r[j][2] = beta.x * (low_of(high) - r[j][2]);
+      r[j][3] = beta.y * (high_of(high) - r[j][3]);
+    }
+    uint32_t x[4][4];
+    pack_operand<4>(r, x);
+    warpgroup_fence();
+    multiply_transposed<1, 4>(r, x, stage + Layout::kM);
+    warpgroup_commit();
+    decay_state<K>(stage + Layout::kDecay, t, s);
+    warpgroup_wait<0>();
+    pin(r);
+    pin(o);
+    mask_tokens(r, chunk.n, t);
+    pack_operand<4>(r, x);
+    warpgroup_fence();
+    multiply<1, 4>(s, x, stage + Layout::kKt);
+    warpgroup_commit();
+    multiply_transposed<1, 4>(o, x, stage + Layout::kAqk);
+    warpgroup_commit();
+    if (w.x != nullptr)
+      store_rows(x, out, lane, chunk.n,
+                 w.x + (chunk.first * p.HV + task.head) * p.V + task.tile * kValueTile + 16 * warp, p.HV * p.V);
+    warpgroup_wait<0>();
+    pin(s);
+    pin(o);
+    sync_warp();
+    if (lane == 0) barrier_arrive(barrier + 8 * kStages);
+    if (p.o.data != nullptr) {
+      uint32_t packed[4][4];
+      pack_operand<4>(o, packed);
+      store_rows(packed, out, lane, chunk.n,
+                 row_of(p.o, chunk.first, task.head, p.V) + task.tile * kValueTile + 16 * warp, p.o.stride);
+    }
+  }
+  store_state<K>(p.final_state == nullptr ? nullptr : p.final_state + document_head * K * p.V, p.V, value, t, s);
+}
+
+template <int K>
+__global__ void __launch_bounds__(kScanThreads, 1)
+    delta_rule_bwd_scan_kernel(const DeltaRuleSm90 p, const DeltaRuleWorkspace w) {
+  using Layout = ScanLayout<K>;
+  constexpr int kSteps = K / 16;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
+  const uint32_t base = dynamic_shared();
+  const ScanTask task(p);
+  start_scan<K>(base);
+  if (warp == 4) {
+    load_scan<K>(p, w, task, p.d_o, false, base, lane);
+    return;
+  }
+  const int64_t document_head = task.document * p.HV + task.head;
+  const int value = static_cast<int>(task.tile) * kValueTile + 16 * warp + lane / 4;
+  const uint32_t out = base + Layout::kOut + warp * kChunk * kOutPitch;
+  float ds[K / 8][4];
+  load_state<K>(p.d_final_state == nullptr ? nullptr : p.d_final_state + document_head * K * p.V, p.V, value, t, ds);
+  for (int i = 0; i < task.num_chunks; ++i) {
+    const int index = task.num_chunks - 1 - i;
+    const Chunk chunk = task.chunk(index);
+    const uint32_t stage = base + i % kStages * Layout::kStageBytes;
+    const uint32_t barrier = base + Layout::kBarriers + 8 * (i % kStages);
+    uint32_t a[kSteps][4], d_o[4][4];
+    pack_operand<kSteps>(ds, a);
+    barrier_wait(barrier, static_cast<uint32_t>(i / kStages) % 2);
+    load_rows_transposed(d_o, stage + Layout::kRows, warp, lane);
+    float y[8][4] = {};
+    pin(y);
+    warpgroup_fence();
+    multiply_transposed<1, kSteps>(y, a, stage + Layout::kKt);
+    multiply<1, 4>(y, d_o, stage + Layout::kAqk);
+    warpgroup_commit();
+    decay_state<K>(stage + Layout::kDecay, t, ds);
+    warpgroup_fence();
+    multiply<1, 4>(ds, d_o, stage + Layout::kQb);
+    warpgroup_commit();
+    if (i > 0 || p.d_final_state != nullptr)
+      store_state_image<K>(
+          a, base + Layout::kState, warp, lane,
+          w.dstates + (((task.first_slot + index) * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
+    warpgroup_wait<1>();
+    pin(y);
+    mask_tokens(y, chunk.n, t);
+    uint32_t x[4][4];
+    pack_operand<4>(y, x);
+    warpgroup_fence();
+    multiply<1, 4>(y, x, stage + Layout::kM);
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    pin(y);
+    pin(ds);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 beta = *shared_pointer<const float2>(stage + Layout::kBeta + 4 * (8 * j + 2 * t));
+      y[j][0] *= beta.x;
+      y[j][1] *= beta.y;
+      y[j][2] *= beta.x;
+      y[j][3] *= beta.y;
+    }
+    pack_operand<4>(y, x);
+    warpgroup_fence();
+    multiply<-1, 4>(ds, x, stage + Layout::kKb);
+    warpgroup_commit();
+    store_rows(x, out, lane, chunk.n, row_of(p.dv, chunk.first, task.head, p.V) + task.tile * kValueTile + 16 * warp,
+               p.dv.stride);
+    warpgroup_wait<0>();
+    pin(ds);
+    sync_warp();
+    if (lane == 0) barrier_arrive(barrier + 8 * kStages);
+  }
+  store_state<K>(p.d_initial_state == nullptr ? nullptr : p.d_initial_state + document_head * K * p.V, p.V, value, t,
+                 ds);
+}
+
+}  // namespace palimpsest::cuda::sm90
