@@ -225,9 +225,8 @@ __device__ inline void decay_state(uint32_t decay, int t, float (&s)[K / 8][4]) 
   }
 }
 
-// Zero in the columns of tokens past the end.
+// Zero in the columns of tokens past the end. Without a branch: products may be in flight.
 __device__ inline void mask_tokens(float (&d)[8][4], int n, int t) {
-  if (n == kChunk) return;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -266,6 +265,9 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     const uint32_t barrier = base + Layout::kBarriers + 8 * (index % kStages);
     uint32_t a[kSteps][4];
     pack_operand<kSteps>(s, a);
+    if (index > 0 && w.states != nullptr)
+      store_state_image<K>(a, base + Layout::kState, warp, lane,
+                           w.states + ((chunk.state_slot() * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
     barrier_wait(barrier, static_cast<uint32_t>(index / kStages) % 2);
     float r[8][4] = {}, o[8][4] = {};
     pin(r);
@@ -277,9 +279,6 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     warpgroup_commit();
     uint32_t v[4][4];
     load_rows_transposed(v, stage + Layout::kRows, warp, lane);
-    if (index > 0 && w.states != nullptr)
-      store_state_image<K>(a, base + Layout::kState, warp, lane,
-                           w.states + ((chunk.state_slot() * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
     warpgroup_wait<1>();
     pin(r);
 #pragma unroll
@@ -350,6 +349,10 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     const uint32_t barrier = base + Layout::kBarriers + 8 * (i % kStages);
     uint32_t a[kSteps][4], d_o[4][4];
     pack_operand<kSteps>(ds, a);
+    if (i > 0 || p.d_final_state != nullptr)
+      store_state_image<K>(
+          a, base + Layout::kState, warp, lane,
+          w.dstates + (((task.first_slot + index) * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
     barrier_wait(barrier, static_cast<uint32_t>(i / kStages) % 2);
     load_rows_transposed(d_o, stage + Layout::kRows, warp, lane);
     float y[8][4] = {};
@@ -362,10 +365,6 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     warpgroup_fence();
     multiply<1, 4>(ds, d_o, stage + Layout::kQb);
     warpgroup_commit();
-    if (i > 0 || p.d_final_state != nullptr)
-      store_state_image<K>(
-          a, base + Layout::kState, warp, lane,
-          w.dstates + (((task.first_slot + index) * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
     warpgroup_wait<1>();
     pin(y);
     mask_tokens(y, chunk.n, t);
