@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/delta_rule_sm90_local.cuh"
 #include "kernels/cuda/delta_rule_sm90_prepare.cuh"
+#include "kernels/cuda/delta_rule_sm90_scalar.cuh"
 #include "kernels/cuda/delta_rule_sm90_scan.cuh"
 #include "kernels/cuda/delta_rule_sm90_sums.cuh"
 
@@ -44,8 +45,13 @@ class Launches {
 
 template <int K, bool kScores>
 void prepare(Launches& run, const DeltaRuleSm90& op, const DeltaRuleWorkspace& w, cudaStream_t queue) {
-  run(delta_rule_prepare_kernel<K, kScores>, num_slots(op) * op.HV, kPrepareThreads, PrepareLayout<K>::kBytes, queue,
-      op, w);
+  const int64_t blocks = num_slots(op) * op.HV;
+  if (op.vector_decay) {
+    run(delta_rule_prepare_kernel<K, kScores>, blocks, kPrepareThreads, PrepareLayout<K>::kBytes, queue, op, w);
+  } else {
+    run(delta_rule_scalar_prepare_kernel<K, kScores>, blocks, kPrepareThreads, ScalarPrepareLayout<K>::kBytes, queue,
+        op, w);
+  }
 }
 
 int64_t num_scans(const DeltaRuleSm90& op) {
@@ -97,7 +103,6 @@ bool moves_whole(const void* data, int64_t stride) {
 }  // namespace
 
 bool delta_rule_sm90_serves(const DeltaRuleSm90& op) {
-  if (!op.vector_decay) return false;
   if ((op.K != 64 && op.K != 128) || op.V % kValueTile != 0 || op.H == 0 || op.HV % op.H != 0) return false;
   bool aligned = true;
   for (const auto& rows : {op.q, op.k, op.v, op.d_o, op.vector_decay ? op.gate_logit : op.q})

@@ -38,8 +38,9 @@ struct LocalLayout {
   static constexpr int kDiagonal = kDp + kRowsBytes;        // [C]
   static constexpr int kExchange = kDiagonal + kChunk * 4;  // operands of levels 32, 16: [half, level, block, q k]
   static constexpr int kSums = kExchange + 2 * 2 * 4 * 2 * 512;  // [half][H N use][block][16]
-  static constexpr int kStates = kSums + 2 * 3 * 4 * 16 * 4;     // [4, K] rowsum(S0 * dS), later the sums of ddt_bias
-  static constexpr int kAlong = kStates + 4 * K * 4;             // [half][q k][C], later the sums of dA_log
+  static constexpr int kStates = kSums + 2 * 3 * 4 * 16 * 4;     // [4, K] rowsum(S0 * dS)
+  static constexpr int kBias = kStates + 4 * K * 4;              // [4, K] sums of ddt_bias
+  static constexpr int kAlong = kBias + 4 * K * 4;             // [half][q k][C], later the sums of dA_log
   static constexpr int kBarriers = kAlong + 2 * 2 * kChunk * 4;
   static constexpr int kBytes = kBarriers + 8 * (kLocalStages + 1);
 };
@@ -194,6 +195,7 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
       ahead = next_item(p, ahead.index + gridDim.x);
     }
   };
+#pragma unroll 1
   for (int i = 0; i < kLocalStages; ++i) load_ahead();
   if (item.index < num_items) load_local_rows<K>(p, w, item, base, rows_barrier);
 
@@ -325,6 +327,7 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
     const HeadGate gate(p, head);
     const float* totals = shared_pointer<const float>(base + Layout::kTotals);
     const float* norms = shared_pointer<const float>(base + Layout::kNorms);
+    float* bias_sums = shared_pointer<float>(base + Layout::kBias);
     float q_norm[4], k_norm[4], diagonal[4];  // of tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the block
     float along_q[4] = {}, along_k[4] = {};
     float dA_log = 0.0F;
@@ -355,7 +358,9 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
                            (in_level(2 * t + 1, g, 1 << level) ? 0xffff0000U : 0U);
     }
 
-#pragma unroll
+    // A loop that stays one, for the instruction cache: each round takes accumulators [0] and shifts the others down,
+    // its results come in at the end.
+#pragma unroll 1
     for (int c = 0; c < kTiles; ++c) {
       const int first_channel = half * (K / 2) + 16 * c;
       const uint32_t fragment = (16 * b + row_b) * kPitch + 2 * first_channel + 16 * piece_b;
@@ -441,8 +446,8 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
 #pragma unroll
       for (int x = 0; x < 8; ++x) {
         const int part = x / 4, i = x / 2 % 2 * 2 + x % 2, token = x / 4 * 2 + x % 2;
-        const float from_state = dqb[c][part][i] * to_start[x], from_key = -dkb[c][part][i] * to_start[x];
-        const float to_state = dkt[c][part][i] * to_end[x];
+        const float from_state = dqb[0][part][i] * to_start[x], from_key = -dkb[0][part][i] * to_start[x];
+        const float to_state = dkt[0][part][i] * to_end[x];
         dpre[x] = q[x] * from_state + k[x] * from_key;
         dsuf[x] = k[x] * to_state;
         dq[x] = from_state + diagonal[token] * k[x];
@@ -652,8 +657,19 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           for (int mask = 1; mask < 4; mask *= 2) bias_sum[i] += exchange(bias_sum[i], mask);
-          // rowsum(S0 * dS) of these channels has been read: the barrier above, and below this warp is the only writer
-          states[c][i] = bias_sum[i];
+          if (t == 0) bias_sums[b * K + first_channel + 8 * i + g] = bias_sum[i];
+        }
+      }
+#pragma unroll
+      for (int later = 0; later + 1 < kTiles; ++later) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            dqb[later][part][i] = dqb[later + 1][part][i];
+            dkb[later][part][i] = dkb[later + 1][part][i];
+            dkt[later][part][i] = dkt[later + 1][part][i];
+          }
         }
       }
 #pragma unroll
@@ -661,8 +677,8 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
         const int part = x / 4, i = x / 2 % 2 * 2 + x % 2, token = x / 4 * 2 + x % 2;
         along_q[token] += q[x] * dq[x];
         along_k[token] += k[x] * dk[x];
-        dqb[c][part][i] = dq[x];
-        dkb[c][part][i] = dk[x];
+        dqb[kTiles - 1][part][i] = dq[x];
+        dkb[kTiles - 1][part][i] = dk[x];
       }
     }
 
@@ -711,11 +727,6 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
         }
         store_matrices_transposed(base + Layout::kQ + fragment, q_raw[0], q_raw[1], q_raw[2], q_raw[3]);
         store_matrices_transposed(base + Layout::kK + fragment, k_raw[0], k_raw[1], k_raw[2], k_raw[3]);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (t == 0)
-            shared_pointer<float>(base + Layout::kStates)[b * K + half * (K / 2) + 16 * c + 8 * i + g] = states[c][i];
-        }
       }
       sync_block();
       if (lane == 0) along[warp] = dA_log;
@@ -732,8 +743,8 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
       }
       sync_block();
       float* partials = w.partials + (item.slot * p.HV + head) * (K + 1);
-      const float* sums = shared_pointer<const float>(base + Layout::kStates);
-      for (int c = thread; c < K; c += kLocalThreads) partials[c] = sums[c] + sums[K + c] + sums[2 * K + c] + sums[3 * K + c];
+      for (int c = thread; c < K; c += kLocalThreads)
+        partials[c] = bias_sums[c] + bias_sums[K + c] + bias_sums[2 * K + c] + bias_sums[3 * K + c];
       if (thread == 0) {
         float sum = 0.0F;
         for (int i = 0; i < kLocalThreads / 32; ++i) sum += along[i];

@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
   float eight[4] = {};           // level 8, likewise
   float far[3][2][2][4] = {};    // [block of columns][8 columns][q, k]: levels 16 and 32
   float diagonal[2] = {0.0F, 0.0F};  // q k of rows g and g + 8
-#pragma unroll
+#pragma unroll 2
   for (int step = 0; step < kSteps; ++step) {
     float q[8], k[8], pre[8], suf[8], total[8];  // element 2 r + i: register r of the fragment
     {

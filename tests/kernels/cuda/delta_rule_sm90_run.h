@@ -165,6 +165,13 @@ inline std::vector<DeltaRuleCase> check_cases() {
   add({.name = "beta x 2", .lengths = {129}, .H = 4, .HV = 4, .beta_scale = 2.0F});
   add({.name = "no l2 norm", .lengths = {190}, .qk_scale = 0.08F, .l2norm = false});
   add({.name = "slow decay", .lengths = {300}, .gate = DeltaGateKind::kSoftplus, .A_log = -4.6F, .states = true});
+  add({.name = "scalar, T 200", .lengths = {200}, .H = 2, .HV = 2, .vector_decay = false, .states = true});
+  add({.name = "scalar, grouped, documents", .lengths = {1, 3, 37, 130}, .H = 2, .HV = 8, .vector_decay = false,
+       .gate = DeltaGateKind::kSoftplus, .A_log = 1.0F});
+  add({.name = "scalar, A = 16", .lengths = {65}, .K = 64, .V = 64, .vector_decay = false,
+       .gate = DeltaGateKind::kSoftplus, .A_log = 2.77F, .logit_scale = 5.0F, .mixed_gate = true});
+  add({.name = "constant decay", .lengths = {140}, .H = 3, .HV = 3, .vector_decay = false,
+       .gate = DeltaGateKind::kConstant});
   return cases;
 }
 
