@@ -1,11 +1,12 @@
-// Launches of the Hopper delta rule. Forward: prepare (a chunk and head a block), then the scan over chunks (a document,
-// head and 64 values a block). Backward: the operands again, whatever forward did not keep, the scan back, and the
-// chunk-local kernel.
+// Launches of the Hopper delta rule. Forward: prepare (a chunk and head a block), then the scan over chunks (a
+// document, head and 64 values a block). Backward: the operands again, whatever forward did not keep, the scan back,
+// and the chunk-local kernel.
 #include "kernels/cuda/delta_rule_sm90.h"
 
 #include "kernels/cuda/delta_rule_sm90_local.cuh"
 #include "kernels/cuda/delta_rule_sm90_prepare.cuh"
 #include "kernels/cuda/delta_rule_sm90_scalar.cuh"
+#include "kernels/cuda/delta_rule_sm90_scalar_local.cuh"
 #include "kernels/cuda/delta_rule_sm90_scan.cuh"
 #include "kernels/cuda/delta_rule_sm90_sums.cuh"
 
@@ -84,9 +85,13 @@ cudaError_t backward(const DeltaRuleSm90& op, const DeltaRuleWorkspace& w, cudaS
   }
   run(delta_rule_bwd_scan_kernel<K>, num_scans(op), kScanThreads, ScanLayout<K>::kBytes, queue, op, w);
   const int64_t items = num_slots(op) * op.HV;
-  run(delta_rule_bwd_local_kernel<K>, items < processors ? items : processors, kLocalThreads, LocalLayout<K>::kBytes,
-      queue, op, w);
-  const int W = K;
+  const int64_t blocks = items < processors ? items : processors;
+  if (op.vector_decay) {
+    run(delta_rule_bwd_local_kernel<K>, blocks, kLocalThreads, LocalLayout<K>::kBytes, queue, op, w);
+  } else {
+    run(delta_rule_scalar_bwd_local_kernel<K>, blocks, kLocalThreads, ScalarLocalLayout<K>::kBytes, queue, op, w);
+  }
+  const int W = op.vector_decay ? K : 1;
   if (op.ddt_bias != nullptr)
     run(delta_rule_bwd_gate_sums_kernel, op.HV * ((W + kSumColumns) / kSumColumns), kSumThreads, kSumBytes, queue, op,
         w, W);

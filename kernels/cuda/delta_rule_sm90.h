@@ -50,12 +50,12 @@ struct DeltaRuleSm90 {
   __nv_bfloat16* x = nullptr;       // [N, HV, V]
   __nv_bfloat16* states = nullptr;  // max(N - 1, 0) / 64 times HV K V: S^T at each chunk's start but documents' firsts
 
-  DeltaRows<const __nv_bfloat16> d_o;     // [N, HV, V]
-  const float* d_final_state = nullptr;   // [documents, HV, K, V]
-  DeltaRows<__nv_bfloat16> dq, dk;        // [N, H, K]
-  DeltaRows<__nv_bfloat16> dv;            // [N, HV, V]
-  DeltaRows<__nv_bfloat16> dbeta_logit;   // [N, HV]
-  DeltaRows<__nv_bfloat16> dgate_logit;   // as gate_logit
+  DeltaRows<const __nv_bfloat16> d_o;            // [N, HV, V]
+  const float* d_final_state = nullptr;          // [documents, HV, K, V]
+  DeltaRows<__nv_bfloat16> dq, dk;               // [N, H, K]
+  DeltaRows<__nv_bfloat16> dv;                   // [N, HV, V]
+  DeltaRows<__nv_bfloat16> dbeta_logit;          // [N, HV]
+  DeltaRows<__nv_bfloat16> dgate_logit;          // as gate_logit
   float *dA_log = nullptr, *ddt_bias = nullptr;  // accumulated
   float* d_initial_state = nullptr;              // [documents, HV, K, V]
 };

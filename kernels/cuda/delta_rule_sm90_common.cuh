@@ -18,11 +18,11 @@ constexpr float kLog2e = 1.4426950408889634F;
 constexpr float kSmallestBeta = 9.094947e-13F;  // 2^-40: dbeta divides by beta
 
 struct DeltaRuleWorkspace {
-  __nv_bfloat16 *qb, *kb, *kt;  // N HV K each: K/64 images a chunk and head
-  float* decay;                 // [slots, HV, K] exp(G_C)
-  float* beta;                  // [slots, HV, C]
-  float* totals;                // [slots, HV, 4, K] exp of the sums of g over 16 rows; vector decay, backward
-  float* norms;                 // [slots, HV, 2, C] factors of the l2 norms of q and k; backward
+  __nv_bfloat16 *qb, *kb, *kt;          // N HV K each: K/64 images a chunk and head
+  float* decay;                         // [slots, HV, K] exp(G_C)
+  float* beta;                          // [slots, HV, C]
+  float* totals;                        // [slots, HV, 4, K] exp of the sums of g over 16 rows; vector decay, backward
+  float* norms;                         // [slots, HV, 2, C] factors of the l2 norms of q and k; backward
   __nv_bfloat16 *m, *aqk, *x, *states;  // saved, or recomputed by backward
   __nv_bfloat16* dstates;               // slots HV K V: images of dS^T at each chunk's end
   __nv_bfloat16 *dq, *dk;               // [N, HV, K] of each value head, when several share a key head
@@ -38,8 +38,9 @@ __host__ __device__ inline int64_t num_slots(const DeltaRuleSm90& p) {
 inline int64_t carve_workspace(const DeltaRuleSm90& p, bool backward, void* block, DeltaRuleWorkspace& w) {
   int64_t used = 0;
   const auto take = [&](auto*& array, int64_t count) {
-    array = block == nullptr ? nullptr
-                             : reinterpret_cast<std::remove_reference_t<decltype(array)>>(static_cast<uint8_t*>(block) + used);
+    array = block == nullptr
+                ? nullptr
+                : reinterpret_cast<std::remove_reference_t<decltype(array)>>(static_cast<uint8_t*>(block) + used);
     used += (count * static_cast<int64_t>(sizeof(*array)) + 1023) / 1024 * 1024;
   };
   const int64_t slots = num_slots(p), rows = p.N * p.HV;

@@ -2,103 +2,35 @@
 // at a chunk's ends the gradients of q, k, beta and the gate. The equations stand in
 // kernels/cpu/delta_rule_chunkwise_backward.cpp.
 //
-// A persistent block of eight warps takes chunk after chunk and head; the tiles of the next are loaded while it works.
-// First, per 64 value columns, dA, dP and the products with S0 and dS; then the pairs of the chunk by dyadic levels.
-// Everything with channels is held transposed, channels by tokens, in accumulators: warp (b, h) has the tokens
-// 16 b .. 16 b + 15 and half h of the channels, 16 channels at a time. There an accumulator packed to bf16 is operand A
-// again, a level's factor is a number a lane owns, and of the scans over tokens only two steps cross lanes and two cross
-// warps.
+// After the products of kernels/cuda/delta_rule_sm90_tiles.cuh come the pairs of the chunk by dyadic levels, 16
+// channels at a time. In the transposed layout an accumulator packed to bf16 is operand A again, a level's factor is a
+// number a lane owns, and of the scans over tokens only two steps cross lanes and two cross warps.
 #pragma once
 
-#include "kernels/cuda/delta_rule_sm90_common.cuh"
+#include "kernels/cuda/delta_rule_sm90_tiles.cuh"
 
 namespace palimpsest::cuda::sm90 {
-
-constexpr int kLocalThreads = 256;
-constexpr int kLocalStages = 2;
-constexpr int kLocalPitch = 144;  // bytes of a row of 64 numbers
 
 template <int K>
 struct LocalLayout {
   static constexpr int kPitch = 2 * K + 16;  // bytes of a row of q, k or the gate
-  static constexpr int kStateBytes = K * 128;
-  static constexpr int kRowsBytes = kChunk * kLocalPitch;
-  // of a stage: 64 value columns
-  static constexpr int kS = 0, kDs = kStateBytes, kDo = 2 * kStateBytes, kDv = kDo + kRowsBytes, kX = kDv + kRowsBytes;
-  static constexpr int kStageBytes = kX + kRowsBytes;
-  static_assert(kStageBytes % 1024 == 0);
-  static constexpr int kQ = kLocalStages * kStageBytes;
+  static constexpr int kQ = TileLayout<K>::kBytes;
   static constexpr int kK = kQ + kChunk * kPitch;
   static constexpr int kG = kK + kChunk * kPitch;
-  static constexpr int kNorms = kG + kChunk * kPitch;       // [2, C]
-  static constexpr int kTotals = kNorms + 2 * kChunk * 4;   // [4, K]
-  static constexpr int kBeta = kTotals + 4 * K * 4;         // [C]
-  static constexpr int kDa = kBeta + kChunk * 4;            // [C, C]
-  static constexpr int kDp = kDa + kRowsBytes;
-  static constexpr int kDiagonal = kDp + kRowsBytes;        // [C]
-  static constexpr int kExchange = kDiagonal + kChunk * 4;  // operands of levels 32, 16: [half, level, block, q k]
+  static constexpr int kNorms = kG + kChunk * kPitch;      // [2, C]
+  static constexpr int kTotals = kNorms + 2 * kChunk * 4;  // [4, K]
+  static constexpr int kBeta = kTotals + 4 * K * 4;        // [C]
+  static constexpr int kDa = kBeta + kChunk * 4;           // [C, C]
+  static constexpr int kDp = kDa + kLocalRowsBytes;
+  static constexpr int kDiagonal = kDp + kLocalRowsBytes;        // [C]
+  static constexpr int kExchange = kDiagonal + kChunk * 4;       // operands of levels 32, 16: [half, level, block, q k]
   static constexpr int kSums = kExchange + 2 * 2 * 4 * 2 * 512;  // [half][H N use][block][16]
   static constexpr int kStates = kSums + 2 * 3 * 4 * 16 * 4;     // [4, K] rowsum(S0 * dS)
   static constexpr int kBias = kStates + 4 * K * 4;              // [4, K] sums of ddt_bias
-  static constexpr int kAlong = kBias + 4 * K * 4;             // [half][q k][C], later the sums of dA_log
+  static constexpr int kAlong = kBias + 4 * K * 4;               // [half][q k][C], later the sums of dA_log
   static constexpr int kBarriers = kAlong + 2 * 2 * kChunk * 4;
   static constexpr int kBytes = kBarriers + 8 * (kLocalStages + 1);
 };
-
-// A piece of work: a chunk and head.
-struct LocalItem {
-  int64_t index;  // past the last: none
-  int64_t slot, head;
-  Chunk chunk;
-};
-
-__device__ inline LocalItem next_item(const DeltaRuleSm90& p, int64_t index) {
-  const int64_t count = num_slots(p) * p.HV;
-  LocalItem item;
-  for (; index < count; index += gridDim.x) {
-    item.slot = index / p.HV;
-    item.head = index % p.HV;
-    item.chunk = find_chunk(p, item.slot);
-    if (item.chunk.n > 0) break;
-  }
-  item.index = index < count ? index : count;
-  return item;
-}
-
-// Where S0 and dS of an item are: an image, f32 of the caller, or zero.
-__device__ inline bool has_entry_image(const LocalItem& item) {
-  return item.chunk.index > 0;
-}
-__device__ inline bool has_exit_image(const DeltaRuleSm90& p, const LocalItem& item) {
-  return !item.chunk.is_last() || p.d_final_state != nullptr;
-}
-
-// The block asks for 64 value columns of an item. Rows past the end are 0.
-template <int K>
-__device__ inline void load_local_tile(const DeltaRuleSm90& p, const DeltaRuleWorkspace& w, const LocalItem& item,
-                                       int64_t tile, uint32_t stage, uint32_t barrier) {
-  using Layout = LocalLayout<K>;
-  const int thread = static_cast<int>(threadIdx.x), n = item.chunk.n;
-  if (thread == 0) {
-    const bool entry = has_entry_image(item), exit = has_exit_image(p, item);
-    barrier_expect(barrier,
-                   static_cast<uint32_t>((entry ? Layout::kStateBytes : 0) + (exit ? Layout::kStateBytes : 0)));
-    const auto state = [&](int64_t slot) { return ((slot * p.HV + item.head) * p.V + tile * 64) * K; };
-    if (entry) bulk_load(stage + Layout::kS, w.states + state(item.chunk.state_slot()), Layout::kStateBytes, barrier);
-    if (exit) bulk_load(stage + Layout::kDs, w.dstates + state(item.slot), Layout::kStateBytes, barrier);
-  }
-  const int piece = thread % 8;
-  const auto copy = [&](uint32_t to, const __nv_bfloat16* rows, int64_t stride) {
-#pragma unroll
-    for (int row = thread / 8; row < kChunk; row += kLocalThreads / 8)
-      async_copy(to + row * kLocalPitch + 16 * piece, rows + (row < n ? row : 0) * stride + 8 * piece, row < n);
-  };
-  const int64_t first = item.chunk.first;
-  copy(stage + Layout::kDo, row_of(p.d_o, first, item.head, p.V) + tile * 64, p.d_o.stride);
-  copy(stage + Layout::kDv, row_of(p.dv, first, item.head, p.V) + tile * 64, p.dv.stride);
-  copy(stage + Layout::kX, w.x + (first * p.HV + item.head) * p.V + tile * 64, p.HV * p.V);
-  async_copy_arrive(barrier);
-}
 
 // The block asks for q, k and the gate's logits of an item, and what was computed of them.
 template <int K>
@@ -124,21 +56,6 @@ __device__ inline void load_local_rows(const DeltaRuleSm90& p, const DeltaRuleWo
   copy(base + Layout::kK, row_of(p.k, first, key_head, K), p.k.stride);
   copy(base + Layout::kG, row_of(p.gate_logit, first, item.head, K), p.gate_logit.stride);
   async_copy_arrive(barrier);
-}
-
-// An image [64 values, K] of a f32 state [K, V], or of zero.
-template <int K>
-__device__ inline void fill_state_image(uint32_t image, const float* state, int64_t V, int64_t tile) {
-  for (int i = static_cast<int>(threadIdx.x); i < 64 * K / 8; i += kLocalThreads) {
-    const int value = i % 64, piece = i / 64;
-    uint32_t packed[4] = {0, 0, 0, 0};
-    if (state != nullptr) {
-      const float* from = state + 8 * piece * V + tile * 64 + value;
-      for (int j = 0; j < 4; ++j) packed[j] = pack_bf16(from[2 * j * V], from[(2 * j + 1) * V]);
-    }
-    *shared_pointer<uint4>(image + piece / 8 * kTileBytes + image_piece(value, piece % 8)) =
-        make_uint4(packed[0], packed[1], packed[2], packed[3]);
-  }
 }
 
 // The bits of a register pair (row, column), (row, column + 1) of an 8 x 8 tile that belong to level h, and of a pair
@@ -167,36 +84,16 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
   const int b = warp % 4, half = warp / 4;
   const uint32_t base = dynamic_shared();
   const uint32_t rows_barrier = base + Layout::kBarriers + 8 * kLocalStages;
-  const int64_t num_items = num_slots(p) * p.HV, num_tiles = p.V / 64;
+  const int64_t num_items = num_slots(p) * p.HV;
   if (thread == 0) {
     for (int i = 0; i <= kLocalStages; ++i) barrier_init(base + Layout::kBarriers + 8 * i, 1 + kLocalThreads);
     barrier_init_fence();
   }
   sync_block();
-  if (w.partials != nullptr) {  // slots without tokens take part in the sums
-    for (int64_t index = blockIdx.x; index < num_items; index += gridDim.x) {
-      if (find_chunk(p, index / p.HV).n > 0) continue;
-      for (int c = thread; c <= K; c += kLocalThreads) w.partials[index * (K + 1) + c] = 0.0F;
-    }
-  }
-
+  clear_empty_partials(p, w, K);
   LocalItem item = next_item(p, blockIdx.x);
-  // The next tile to load: two ahead.
-  LocalItem ahead = item;
-  int64_t ahead_tile = 0;
-  uint32_t num_loaded = 0, num_used = 0, num_rows = 0;
-  const auto load_ahead = [&] {
-    if (ahead.index >= num_items) return;
-    const uint32_t stage = num_loaded++ % kLocalStages;
-    load_local_tile<K>(p, w, ahead, ahead_tile, base + stage * Layout::kStageBytes,
-                       base + Layout::kBarriers + 8 * stage);
-    if (++ahead_tile == num_tiles) {
-      ahead_tile = 0;
-      ahead = next_item(p, ahead.index + gridDim.x);
-    }
-  };
-#pragma unroll 1
-  for (int i = 0; i < kLocalStages; ++i) load_ahead();
+  TileRing<K> ring(p, w, item, base, base + Layout::kBarriers);
+  uint32_t num_rows = 0;
   if (item.index < num_items) load_local_rows<K>(p, w, item, base, rows_barrier);
 
   // Rows of matrices that this lane addresses: fragment A or B by rows, and transposed.
@@ -206,121 +103,25 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
   while (item.index < num_items) {
     const Chunk& chunk = item.chunk;
     const int n = chunk.n;
-    const int64_t head = item.head, document_head = chunk.document * p.HV + head;
-    float dqb[kTiles][2][4] = {}, dkb[kTiles][2][4] = {}, dkt[kTiles][2][4] = {};  // transposed
-    float states[kTiles][2] = {};                                                  // S0 * dS, of channels g and g + 8
-    float dbeta = 0.0F;
-    {
-      float scores[4][2][4] = {};  // dA (half 0), -dP (half 1) of 16 rows, by 16 and 8 columns
-      for (int64_t tile = 0; tile < num_tiles; ++tile) {
-        const uint32_t stage_index = num_used % kLocalStages;
-        const uint32_t stage = base + stage_index * Layout::kStageBytes;
-        barrier_wait(base + Layout::kBarriers + 8 * stage_index, num_used / kLocalStages % 2);
-        ++num_used;
-        const bool entry = has_entry_image(item), exit = has_exit_image(p, item);
-        if (!entry || !exit) {
-          if (!entry)
-            fill_state_image<K>(stage + Layout::kS,
-                                p.initial_state == nullptr ? nullptr : p.initial_state + document_head * K * p.V, p.V,
-                                tile);
-          if (!exit) fill_state_image<K>(stage + Layout::kDs, nullptr, p.V, tile);
-          async_fence();  // bulk copies will write there again
-          sync_block();
-        }
-        const uint32_t own = stage + (half == 0 ? Layout::kDo : Layout::kDv) + (16 * b + row_a) * kLocalPitch;
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {  // 16 values
-          uint32_t a[4];
-          load_matrices(a, own + 32 * step + 16 * piece_a);
-#pragma unroll
-          for (int block = 0; block < 4; ++block) {
-            if (block > b) break;
-            uint32_t x[4];
-            load_matrices(x, stage + Layout::kX + (16 * block + row_b) * kLocalPitch + 32 * step + 16 * piece_b);
-            mma_k16(scores[block][0], a[0], a[1], a[2], a[3], x[0], x[1]);
-            mma_k16(scores[block][1], a[0], a[1], a[2], a[3], x[2], x[3]);
-          }
-        }
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          uint32_t d_o[4], dv[4], x[4];
-          const uint32_t rows = (16 * b + row_b) * kLocalPitch + 32 * step + 16 * piece_b;
-          load_matrices(d_o, stage + Layout::kDo + rows);
-          load_matrices(dv, stage + Layout::kDv + rows);
-          load_matrices(x, stage + Layout::kX + rows);
-#pragma unroll
-          for (int c = 0; c < kTiles; ++c) {
-            const int piece = half * (K / 16) + 2 * c + piece_b;
-            const uint32_t image = piece / 8 * kTileBytes + image_piece(16 * step + row_b, piece % 8);
-            uint32_t s[4], ds[4];
-            load_matrices_transposed(s, stage + Layout::kS + image);
-            load_matrices_transposed(ds, stage + Layout::kDs + image);
-            mma_k16(dqb[c][0], s[0], s[1], s[2], s[3], d_o[0], d_o[1]);
-            mma_k16(dqb[c][1], s[0], s[1], s[2], s[3], d_o[2], d_o[3]);
-            mma_k16(dkb[c][0], s[0], s[1], s[2], s[3], dv[0], dv[1]);
-            mma_k16(dkb[c][1], s[0], s[1], s[2], s[3], dv[2], dv[3]);
-            mma_k16(dkt[c][0], ds[0], ds[1], ds[2], ds[3], x[0], x[1]);
-            mma_k16(dkt[c][1], ds[0], ds[1], ds[2], ds[3], x[2], x[3]);
-            if (step == b) {
-#pragma unroll
-              for (int r = 0; r < 4; ++r)
-                states[c][r % 2] += low_of(s[r]) * low_of(ds[r]) + high_of(s[r]) * high_of(ds[r]);
-            }
-          }
-        }
-        {
-          const uint32_t rows = thread / 4 * kLocalPitch + thread % 4 * 32;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const uint4 dv = *shared_pointer<const uint4>(stage + Layout::kDv + rows + 16 * i);
-            const uint4 x = *shared_pointer<const uint4>(stage + Layout::kX + rows + 16 * i);
-            dbeta += low_of(dv.x) * low_of(x.x) + high_of(dv.x) * high_of(x.x) + low_of(dv.y) * low_of(x.y) +
-                     high_of(dv.y) * high_of(x.y) + low_of(dv.z) * low_of(x.z) + high_of(dv.z) * high_of(x.z) +
-                     low_of(dv.w) * low_of(x.w) + high_of(dv.w) * high_of(x.w);
-          }
-        }
-        sync_block();
-        load_ahead();
-      }
-      const uint32_t to = base + (half == 0 ? Layout::kDa : Layout::kDp);
-#pragma unroll
-      for (int block = 0; block < 4; ++block) {
-        if (block > b) break;
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int row = 16 * b + 8 * i + g, column = 16 * block + 8 * part + 2 * t;
-            float low = scores[block][part][2 * i], high = scores[block][part][2 * i + 1];
-            if (half == 0) {
-              float* diagonal = shared_pointer<float>(base + Layout::kDiagonal);
-              if (column == row) diagonal[row] = low;
-              if (column + 1 == row) diagonal[row] = high;
-            } else {
-              low = -low;
-              high = -high;
-            }
-            *shared_pointer<uint32_t>(to + row * kLocalPitch + 2 * column) = pack_bf16(low, high);
-          }
-        }
-      }
-    }
+    const int64_t head = item.head;
+    TileSums<K> tile_sums;
+    ring.add_item(item, tile_sums);
+    store_score_gradients(tile_sums.scores, base + (half == 0 ? Layout::kDa : Layout::kDp),
+                          shared_pointer<float>(base + Layout::kDiagonal));
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        for (int mask = 1; mask < 4; mask *= 2) states[c][i] += exchange(states[c][i], mask);
-        if (t == 0)
-          shared_pointer<float>(base + Layout::kStates)[b * K + half * (K / 2) + 16 * c + 8 * i + g] = states[c][i];
+        float sum = tile_sums.states[c][i];
+        for (int mask = 1; mask < 4; mask *= 2) sum += exchange(sum, mask);
+        if (t == 0) shared_pointer<float>(base + Layout::kStates)[b * K + half * (K / 2) + 16 * c + 8 * i + g] = sum;
       }
     }
+    auto& dqb = tile_sums.dqb;
+    auto& dkb = tile_sums.dkb;
+    auto& dkt = tile_sums.dkt;
     barrier_wait(rows_barrier, num_rows++ % 2);
-    for (int mask = 1; mask < 4; mask *= 2) dbeta += exchange(dbeta, mask);
-    if (thread % 4 == 0 && thread / 4 < n) {
-      const float beta = shared_pointer<const float>(base + Layout::kBeta)[thread / 4];
-      *row_of(p.dbeta_logit, chunk.first + thread / 4, head, 1) =
-          __float2bfloat16_rn(dbeta * (1.0F - beta / p.beta_scale) / beta);
-    }
+    store_beta_gradient(p, item, shared_pointer<const float>(base + Layout::kBeta), tile_sums.dbeta);
     sync_block();
 
     // ---- by 16 channels ----
@@ -352,10 +153,10 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
     uint32_t row_mask[3], column_mask[3];  // of levels 1, 2, 4
 #pragma unroll
     for (int level = 0; level < 3; ++level) {
-      row_mask[level] = (in_level(g, 2 * t, 1 << level) ? 0xffffU : 0U) |
-                        (in_level(g, 2 * t + 1, 1 << level) ? 0xffff0000U : 0U);
-      column_mask[level] = (in_level(2 * t, g, 1 << level) ? 0xffffU : 0U) |
-                           (in_level(2 * t + 1, g, 1 << level) ? 0xffff0000U : 0U);
+      row_mask[level] =
+          (in_level(g, 2 * t, 1 << level) ? 0xffffU : 0U) | (in_level(g, 2 * t + 1, 1 << level) ? 0xffff0000U : 0U);
+      column_mask[level] =
+          (in_level(2 * t, g, 1 << level) ? 0xffffU : 0U) | (in_level(2 * t + 1, g, 1 << level) ? 0xffff0000U : 0U);
     }
 
     // A loop that stays one, for the instruction cache: each round takes accumulators [0] and shifts the others down,
@@ -364,7 +165,8 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
     for (int c = 0; c < kTiles; ++c) {
       const int first_channel = half * (K / 2) + 16 * c;
       const uint32_t fragment = (16 * b + row_b) * kPitch + 2 * first_channel + 16 * piece_b;
-      // Element 2 r + i of an operand: channel g + 8 (r % 2), token 8 (r / 2) + 2 t + i; index r / 2 * 2 + i of a token.
+      // Element 2 r + i of an operand: channel g + 8 (r % 2), token 8 (r / 2) + 2 t + i; index r / 2 * 2 + i of a
+      // token.
       float q[8], k[8];
       float f1[8], f2[8], f4[8], f8[8], to_start[8], to_end[8];  // factors of the levels, G, U
       float f16[8], f32[8];
@@ -475,7 +277,8 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
 
       // Levels 32 and 16: this warp's tokens lie in a second half, or in a first one.
       float use32[8], use16[8];
-      const auto join = [&](int level, bool second, int first_block, int num_blocks, const float(&f)[8], float(&use)[8]) {
+      const auto join = [&](int level, bool second, int first_block, int num_blocks, const float(&f)[8],
+                            float(&use)[8]) {
         float sums[2][2][4] = {};  // of dA and of dP, or of both in [0]
         for (int block = first_block; block < first_block + num_blocks; ++block) {
           const uint4 far_k = *shared_pointer<const uint4>(slot(level, block, 1));
@@ -730,15 +533,15 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
       }
       sync_block();
       if (lane == 0) along[warp] = dA_log;
-      const bool grouped = p.HV > p.H;
       for (int i = thread; i < n * (K / 8); i += kLocalThreads) {
         const int row = i / (K / 8), piece = i % (K / 8);
         const int64_t token = chunk.first + row;
         const auto copy = [&](__nv_bfloat16* to, int tile) {
-          *reinterpret_cast<uint4*>(to + 8 * piece) = *shared_pointer<const uint4>(base + tile + row * kPitch + 16 * piece);
+          *reinterpret_cast<uint4*>(to + 8 * piece) =
+              *shared_pointer<const uint4>(base + tile + row * kPitch + 16 * piece);
         };
-        copy(grouped ? w.dq + (token * p.HV + head) * K : row_of(p.dq, token, head, K), Layout::kQ);
-        copy(grouped ? w.dk + (token * p.HV + head) * K : row_of(p.dk, token, head, K), Layout::kK);
+        copy(group_row(p, p.dq, w.dq, token, head), Layout::kQ);
+        copy(group_row(p, p.dk, w.dk, token, head), Layout::kK);
         copy(row_of(p.dgate_logit, token, head, K), Layout::kG);
       }
       sync_block();

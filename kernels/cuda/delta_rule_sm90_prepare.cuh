@@ -3,9 +3,9 @@
 //
 // A block of four warps has one chunk and head, warp b the rows 16 b .. 16 b + 15, a lane the elements that fragment A
 // of a product gives it. All factors are products of step decays exp(g), combined over dyadic levels as the note in
-// kernels/cpu/delta_rule_chunk.h says: the exponentials are taken once, nothing exceeds 1, and a product that underflows
-// is 0 as it should be. Levels 1, 2, 4 are pairs inside 8 rows: fragment A holds 8 rows of q and the same 8 of k,
-// fragment B the 8 of k. Level 8 joins the two halves of a warp; levels 16 and 32 take B from another warp.
+// kernels/cpu/delta_rule_chunk.h says: the exponentials are taken once, nothing exceeds 1, and a product that
+// underflows is 0 as it should be. Levels 1, 2, 4 are pairs inside 8 rows: fragment A holds 8 rows of q and the same 8
+// of k, fragment B the 8 of k. Level 8 joins the two halves of a warp; levels 16 and 32 take B from another warp.
 #pragma once
 
 #include "kernels/cuda/delta_rule_sm90_common.cuh"
@@ -13,10 +13,10 @@
 namespace palimpsest::cuda::sm90 {
 
 constexpr int kPrepareThreads = 128;
-constexpr int kScorePitch = 68;                          // f32
-constexpr int kAqkPitch = 144;                           // bytes
-constexpr int kMergePitch = 12;                          // f32
-constexpr int kScoreBytes = kChunk * kScorePitch * 4;    // L, later beside it M
+constexpr int kScorePitch = 68;                        // f32
+constexpr int kAqkPitch = 144;                         // bytes
+constexpr int kMergePitch = 12;                        // f32
+constexpr int kScoreBytes = kChunk * kScorePitch * 4;  // L, later beside it M
 constexpr int kAqkBytes = kChunk * kAqkPitch;
 constexpr int kMergeBytes = 4 * 32 * kMergePitch * 4;
 constexpr int kExchangeBytes = 2 * 4 * 512;
@@ -67,7 +67,7 @@ __device__ inline void invert_unit_lower(int warp, int lane, uint32_t l_address,
   }
   sync_block();
   // D [16 tiles, 8] = A [16 tiles, 8 steps] B [8 steps, 8] at the given places
-  const auto multiply = [&](int tiles, const float* a, const float* b, int b_pitch, float (&d)[2][4]) {
+  const auto multiply = [&](int tiles, const float* a, const float* b, int b_pitch, float(&d)[2][4]) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       if (tile >= tiles) break;
@@ -83,7 +83,7 @@ __device__ inline void invert_unit_lower(int warp, int lane, uint32_t l_address,
       }
     }
   };
-  const auto put = [&](int tiles, const float (&d)[2][4], float sign, float* to, int pitch) {
+  const auto put = [&](int tiles, const float(&d)[2][4], float sign, float* to, int pitch) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       if (tile >= tiles) break;
@@ -118,8 +118,8 @@ __device__ inline void store_scores(const DeltaRuleSm90& p, const DeltaRuleWorks
     const int row = i / 8, piece = i % 8;
     const float* from = m + row * kScorePitch + 8 * piece;
     const auto at = [&](int j) { return 8 * piece + j < row ? from[j] : 0.0F; };
-    const uint4 packed = make_uint4(pack_bf16(at(0), at(1)), pack_bf16(at(2), at(3)), pack_bf16(at(4), at(5)),
-                                    pack_bf16(at(6), at(7)));
+    const uint4 packed =
+        make_uint4(pack_bf16(at(0), at(1)), pack_bf16(at(2), at(3)), pack_bf16(at(4), at(5)), pack_bf16(at(6), at(7)));
     *reinterpret_cast<uint4*>(m_image + image_piece(row, piece)) = packed;
     *reinterpret_cast<uint4*>(aqk_image + image_piece(row, piece)) =
         *shared_pointer<const uint4>(aqk_address + row * kAqkPitch + 16 * piece);
@@ -270,9 +270,9 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     }
   }
 
-  float near[3][2][4] = {};      // levels 1, 2, 4 of rows 0-7 and 8-15: q rows in [0], [1], k rows in [2], [3]
-  float eight[4] = {};           // level 8, likewise
-  float far[3][2][2][4] = {};    // [block of columns][8 columns][q, k]: levels 16 and 32
+  float near[3][2][4] = {};          // levels 1, 2, 4 of rows 0-7 and 8-15: q rows in [0], [1], k rows in [2], [3]
+  float eight[4] = {};               // level 8, likewise
+  float far[3][2][2][4] = {};        // [block of columns][8 columns][q, k]: levels 16 and 32
   float diagonal[2] = {0.0F, 0.0F};  // q k of rows g and g + 8
 #pragma unroll 2
   for (int step = 0; step < kSteps; ++step) {
@@ -290,8 +290,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float4 e =
-            *shared_pointer<const float4>(steps + step * Layout::kStepBytes + 512 * half + 16 * lane);
+        const float4 e = *shared_pointer<const float4>(steps + step * Layout::kStepBytes + 512 * half + 16 * lane);
         pre[4 * half] = e.x;
         pre[4 * half + 1] = e.y;
         pre[4 * half + 2] = e.z;
@@ -465,7 +464,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
 #pragma unroll
       for (int part = 0; part < 2; ++part) {  // 8 columns
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {         // rows g, g + 8
+        for (int i = 0; i < 2; ++i) {  // rows g, g + 8
           const int row = 16 * b + 8 * i + g, first = 16 * block + 8 * part + column;
           if (block < b && block < 3) {
             constexpr int kLast = 2;

@@ -1,7 +1,7 @@
 // First kernel of the Hopper delta rule with one decay a head (or none): as the vector kind, see
 // kernels/cuda/delta_rule_sm90_prepare.cuh, but the decays of pairs multiply finished f32 scores of the raw q and k.
-// Exponents are sums of g by dyadic levels: pair (i, j) of level h has D_ij = part_i + part_j, both counted from the last
-// row of the first half.
+// Exponents are sums of g by dyadic levels: pair (i, j) of level h has D_ij = part_i + part_j, both counted from the
+// last row of the first half.
 #pragma once
 
 #include "kernels/cuda/delta_rule_sm90_prepare.cuh"
@@ -17,7 +17,7 @@ struct ScalarPrepareLayout {
   static constexpr int kK = kQ + kChunk * kPitch;
   static constexpr int kScores = kK + kChunk * kPitch;  // L, Aqk, room for the merges of the inverse, M
   static constexpr int kM = kScores + kScoreBytes + kAqkBytes + kMergeBytes;
-  static constexpr int kParts = kM + kScoreBytes;             // [levels, C] sums of g log2(e)
+  static constexpr int kParts = kM + kScoreBytes;              // [levels, C] sums of g log2(e)
   static constexpr int kSums = kParts + kLevels * kChunk * 4;  // [2, C] G and U
   static constexpr int kNorms = kSums + 2 * kChunk * 4;        // [2, C] of q (with the scale) and k
   static constexpr int kBeta = kNorms + 2 * kChunk * 4;
@@ -61,7 +61,8 @@ __device__ inline int level_of(int row, int column) {
 // g log2(e) of one row of a head.
 __device__ inline float scalar_log2_decay(const DeltaRuleSm90& p, const HeadGate& gate, int64_t token, int64_t head) {
   if (gate.kind == DeltaGateKind::kConstant) return log2_fast(gate.constant);
-  const float y = __bfloat162float(*row_of(p.gate_logit, token, head, 1)) + (p.dt_bias == nullptr ? 0.0F : p.dt_bias[head]);
+  const float y =
+      __bfloat162float(*row_of(p.gate_logit, token, head, 1)) + (p.dt_bias == nullptr ? 0.0F : p.dt_bias[head]);
   return gate.kind == DeltaGateKind::kSoftplus ? -gate.rate * softplus2(y)
                                                : kLog2e * gate.bound * sigmoid_fast(gate.rate * y);
 }
@@ -150,8 +151,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
     }
   }
   sync_block();
-  for (int c = thread; c < K; c += kPrepareThreads)
-    w.decay[(slot * p.HV + head) * K + c] = exp2_fast(sums[kChunk - 1]);
+  for (int c = thread; c < K; c += kPrepareThreads) w.decay[(slot * p.HV + head) * K + c] = exp2_fast(sums[kChunk - 1]);
 
   // The decayed operands: rows times a factor each.
   {

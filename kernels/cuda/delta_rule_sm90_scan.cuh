@@ -1,8 +1,8 @@
 // The serial kernels of the Hopper delta rule: the state through the chunks of one document, and its cotangent back.
 //
-// A block has one document, value head and 64 value columns. Its fifth warp loads a chunk ahead of the other four, which
-// hold S^T (dS^T) [64, K] in f32 accumulators, 16 value columns a warp. An accumulator packed to bf16 is operand A of
-// the next product, so that state, X and dX never pass through shared memory:
+// A block has one document, value head and 64 value columns. Its fifth warp loads a chunk ahead of the other four,
+// which hold S^T (dS^T) [64, K] in f32 accumulators, 16 value columns a warp. An accumulator packed to bf16 is operand
+// A of the next product, so that state, X and dX never pass through shared memory:
 //
 //   forward   R^T = V^T - S^T Kb^T              backward  dX^T = dS^T Kt^T + dO^T Aqk
 //             X^T = bR^T + bR^T (M - I)^T                 Y^T = dX^T + dX^T (M - I)
@@ -19,8 +19,8 @@ namespace palimpsest::cuda::sm90 {
 constexpr int kScanThreads = 160;
 constexpr int kScanConsumers = 128;
 constexpr int kValueTile = 64;
-constexpr int kRowPitch = 144;       // bytes of a row of 64 values in shared memory
-constexpr int kOutPitch = 48;        // of 16 values
+constexpr int kRowPitch = 144;  // bytes of a row of 64 values in shared memory
+constexpr int kOutPitch = 48;   // of 16 values
 constexpr int kStages = 2;
 
 template <int K>
@@ -143,7 +143,8 @@ __device__ inline void pack_operand(const float (&d)[2 * kSteps][4], uint32_t (&
   }
 }
 
-// d [64, 64 or K] += sign a B over kSteps steps of 16; K-major: B = tile^T, whose rows are split in halves of 64 columns.
+// d [64, 64 or K] += sign a B over kSteps steps of 16; K-major: B = tile^T, whose rows are split in halves of 64
+// columns.
 template <int sign, int kSteps, int kTiles>
 __device__ inline void multiply_transposed(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], uint32_t tile) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// Cases for the Hopper delta rule: random raw inputs in bf16, and every output and gradient from the recurrence token by
-// token in f64, with its reverse sweep.
+// Cases for the Hopper delta rule: random raw inputs in bf16, and every output and gradient from the recurrence token
+// by token in f64, with its reverse sweep.
 #pragma once
 
 #include <algorithm>
@@ -24,10 +24,10 @@ struct DeltaRuleCase {
   bool vector_decay = true;
   DeltaGateKind gate = DeltaGateKind::kBounded;
   float gate_lower_bound = -5.0F;
-  float A_log = 0.0F;         // mean
-  float logit_scale = 1.0F;   // of the gate
+  float A_log = 0.0F;        // mean
+  float logit_scale = 1.0F;  // of the gate
   float beta_scale = 1.0F;
-  float qk_scale = 1.0F;  // of the raw q and k
+  float qk_scale = 1.0F;               // of the raw q and k
   bool l2norm = true, states = false;  // initial state and gradient of the final one
   bool mixed_gate = false;             // some channels at the bound, some without decay
   int64_t spacing = 0;                 // elements between the rows of a token
@@ -90,7 +90,9 @@ inline DeltaRuleHost random_inputs(const DeltaRuleCase& c, uint32_t seed) {
         const uint32_t draw = random() % 4;
         if (draw < 3)
           host.gate_logit.bits[static_cast<size_t>(t * host.gate_logit.stride + i)] =
-              float_to_bf16(draw == 0 ? 30.0F : draw == 1 ? -30.0F : -4.0F);
+              float_to_bf16(draw == 0   ? 30.0F
+                            : draw == 1 ? -30.0F
+                                        : -4.0F);
       }
   }
   const auto numbers = [&](std::vector<float>& to, int64_t count, float mean, float scale) {

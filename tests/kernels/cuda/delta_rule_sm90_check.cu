@@ -13,13 +13,13 @@ namespace palimpsest::cuda {
 
 namespace {
 
-#define REQUIRE(call)                                                                                      \
-  do {                                                                                                     \
-    const cudaError_t error = (call);                                                                      \
-    if (error != cudaSuccess) {                                                                            \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error));                \
-      std::exit(1);                                                                                        \
-    }                                                                                                      \
+#define REQUIRE(call)                                                                       \
+  do {                                                                                      \
+    const cudaError_t error = (call);                                                       \
+    if (error != cudaSuccess) {                                                             \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error)); \
+      std::exit(1);                                                                         \
+    }                                                                                       \
   } while (false)
 
 class Gpu {

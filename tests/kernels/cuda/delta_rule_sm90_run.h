@@ -1,5 +1,5 @@
-// One case on a device: a Device gives memory and runs the op (the GPU here; anything that executes the kernels can take
-// its place). Outputs and workspace are filled with NaN first.
+// One case on a device: a Device gives memory and runs the op (the GPU here; anything that executes the kernels can
+// take its place). Outputs and workspace are filled with NaN first.
 #pragma once
 
 #include <array>
@@ -160,17 +160,37 @@ inline std::vector<DeltaRuleCase> check_cases() {
   add({.name = "documents 1 3 37 0 130", .lengths = {1, 3, 37, 0, 130}, .H = 2, .HV = 2, .states = true, .spacing = 8});
   add({.name = "grouped heads", .lengths = {100, 71}, .H = 2, .HV = 6, .V = 64});
   add({.name = "gates at the bound and 0", .lengths = {200}, .H = 2, .HV = 2, .states = true, .mixed_gate = true});
-  add({.name = "softplus, A = 16", .lengths = {150}, .gate = DeltaGateKind::kSoftplus, .A_log = 2.77F,
-       .logit_scale = 5.0F, .mixed_gate = true});
+  add({.name = "softplus, A = 16",
+       .lengths = {150},
+       .gate = DeltaGateKind::kSoftplus,
+       .A_log = 2.77F,
+       .logit_scale = 5.0F,
+       .mixed_gate = true});
   add({.name = "beta x 2", .lengths = {129}, .H = 4, .HV = 4, .beta_scale = 2.0F});
   add({.name = "no l2 norm", .lengths = {190}, .qk_scale = 0.08F, .l2norm = false});
   add({.name = "slow decay", .lengths = {300}, .gate = DeltaGateKind::kSoftplus, .A_log = -4.6F, .states = true});
   add({.name = "scalar, T 200", .lengths = {200}, .H = 2, .HV = 2, .vector_decay = false, .states = true});
-  add({.name = "scalar, grouped, documents", .lengths = {1, 3, 37, 130}, .H = 2, .HV = 8, .vector_decay = false,
-       .gate = DeltaGateKind::kSoftplus, .A_log = 1.0F});
-  add({.name = "scalar, A = 16", .lengths = {65}, .K = 64, .V = 64, .vector_decay = false,
-       .gate = DeltaGateKind::kSoftplus, .A_log = 2.77F, .logit_scale = 5.0F, .mixed_gate = true});
-  add({.name = "constant decay", .lengths = {140}, .H = 3, .HV = 3, .vector_decay = false,
+  add({.name = "scalar, grouped, documents",
+       .lengths = {1, 3, 37, 130},
+       .H = 2,
+       .HV = 8,
+       .vector_decay = false,
+       .gate = DeltaGateKind::kSoftplus,
+       .A_log = 1.0F});
+  add({.name = "scalar, A = 16",
+       .lengths = {65},
+       .K = 64,
+       .V = 64,
+       .vector_decay = false,
+       .gate = DeltaGateKind::kSoftplus,
+       .A_log = 2.77F,
+       .logit_scale = 5.0F,
+       .mixed_gate = true});
+  add({.name = "constant decay",
+       .lengths = {140},
+       .H = 3,
+       .HV = 3,
+       .vector_decay = false,
        .gate = DeltaGateKind::kConstant});
   return cases;
 }
