@@ -192,6 +192,11 @@ int main(int num_arguments, char** arguments) {
   using namespace palimpsest::cuda;
   const std::string what = num_arguments > 1 ? arguments[1] : "check";
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  cudaDeviceProp device;
+  if (cudaGetDeviceProperties(&device, 0) != cudaSuccess || device.major != 9 || device.minor != 0) {
+    std::printf("skipped: no GPU of compute capability 9.0\n");
+    return 77;
+  }
   if (what == "check") return check() == 0 ? 0 : 1;
   if (what == "once") {
     bench(kShapes[std::atoi(arguments[2])], true);
