@@ -10,6 +10,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -130,8 +131,7 @@ inline DeltaRuleResults reference_results(const DeltaRuleCase& c, const DeltaRul
   r.final_state.assign(c.lengths.size() * size(HV * K * V), 0);
   r.d_initial_state = r.final_state;
   const auto sigmoid = [](double x) { return 1 / (1 + std::exp(-x)); };
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t key_head = 0; key_head < H; ++key_head) {
+  const auto key_head_results = [&](int64_t key_head) {
     for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
       const double rate = std::exp(static_cast<double>(in.A_log[size(head)]));
       int64_t begin = 0;
@@ -238,7 +238,10 @@ inline DeltaRuleResults reference_results(const DeltaRuleCase& c, const DeltaRul
         begin += L;
       }
     }
-  }
+  };
+  std::vector<std::thread> threads;
+  for (int64_t key_head = 0; key_head < H; ++key_head) threads.emplace_back(key_head_results, key_head);
+  for (std::thread& thread : threads) thread.join();
   return r;
 }
 
