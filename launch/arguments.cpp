@@ -216,8 +216,13 @@ class Parser {
         ->check(CLI::PositiveNumber);
     add_json(train, bench_train_.json);
     train.callback([this] { result_ = bench_train_; });
-    CLI::App& kernels = add(bench, "kernels", "Time every op at the sizes of the model.");
+    CLI::App& kernels =
+        add(bench, "kernels",
+            "Time every op at the sizes of the model, against the machine's limits, and its error against f64.");
     add_config(kernels, bench_kernels_.config);
+    kernels.add_option("--seconds", bench_kernels_.seconds, "how long to repeat each op")
+        ->capture_default_str()
+        ->check(CLI::PositiveNumber);
     add_json(kernels, bench_kernels_.json);
     kernels.callback([this] { result_ = bench_kernels_; });
   }

@@ -70,6 +70,7 @@ struct BenchTrainArguments {
 };
 struct BenchKernelsArguments {
   ConfigArguments config;
+  double seconds = 0.2;
   std::string json;
 };
 // --help and --version: text for standard output, and nothing else to do.

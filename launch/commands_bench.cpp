@@ -26,7 +26,7 @@ int run_command(const BenchTrainArguments& arguments, Ranks& ranks, Console& con
 }
 
 int run_command(const BenchKernelsArguments& arguments, Console& console) {
-  const std::vector<KernelBench> benches = bench_kernels(load_resolved(arguments.config), console);
+  const std::vector<KernelBench> benches = bench_kernels(load_resolved(arguments.config), arguments.seconds, console);
   console.info(to_text(benches));
   write_report(arguments.json, to_json(benches));
   return kExitSuccess;

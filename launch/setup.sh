@@ -5,8 +5,8 @@ set -euo pipefail
 
 declare -A packages=(
   [build]="g++ cmake ninja-build pkg-config git libopenblas-openmp-dev libhdf5-dev libopenmpi-dev openmpi-bin
-           libyaml-cpp-dev nlohmann-json3-dev libcli11-dev libfmt-dev libspdlog-dev libsentencepiece-dev libpcre2-dev libutf8proc-dev
-           zlib1g-dev"
+           libyaml-cpp-dev nlohmann-json3-dev libcli11-dev libfmt-dev libspdlog-dev libsentencepiece-dev
+           libpcre2-dev libutf8proc-dev libbenchmark-dev zlib1g-dev"
   [test]="libgtest-dev clang-format iproute2 util-linux hostname"
   [all]="clang clang-tidy libclang-rt-dev libomp-dev"
   [quickstart]="bible-kjv gzip"

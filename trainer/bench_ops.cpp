@@ -1,0 +1,356 @@
+#include "trainer/bench_ops.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <utility>
+
+#include "kernels/adamw.h"
+#include "kernels/attention.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/delta_rule.h"
+#include "kernels/device.h"
+#include "kernels/elementwise.h"
+#include "kernels/embedding.h"
+#include "kernels/linear.h"
+#include "kernels/random.h"
+#include "kernels/rms_norm.h"
+#include "kernels/short_conv.h"
+#include "kernels/swiglu.h"
+#include "model/head.h"
+#include "model/rope.h"
+
+namespace palimpsest {
+
+template <class T, class Draw>
+Tensor BenchPlace::drawn(DType dtype, Shape shape, Draw&& draw) {
+  const Tensor tensor = memory_.allocate(dtype, shape);
+  const uint64_t stream = hash_of("bench kernels") + num_tensors_++;
+  if (stream_.is_planning()) return tensor;
+  HostCopy host(tensor);
+  T* values = host.tensor().data<T>();
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < tensor.numel(); ++i) values[i] = draw(stream, static_cast<uint64_t>(i));
+  host.store();
+  return tensor;
+}
+
+Tensor BenchPlace::random(Shape shape) {
+  const auto draw = [](uint64_t stream, uint64_t i) {
+    return static_cast<float>(2.0 * random_uniform(1, stream, i) - 1.0);
+  };
+  return dtype_ == DType::kF64 ? drawn<double>(dtype_, shape, draw) : drawn<float>(dtype_, shape, draw);
+}
+
+Tensor BenchPlace::zeros(Shape shape) {
+  return zeros(dtype_, shape);
+}
+
+Tensor BenchPlace::zeros(DType dtype, Shape shape) {
+  const auto zero = [](uint64_t, uint64_t) { return 0.0F; };
+  return dtype == DType::kF64 ? drawn<double>(dtype, shape, zero) : drawn<float>(dtype, shape, zero);
+}
+
+Tensor BenchPlace::ids(int64_t count, int64_t num_ids) {
+  return drawn<int32_t>(DType::kI32, {count}, [&](uint64_t stream, uint64_t i) {
+    return static_cast<int32_t>(random_bits(1, stream, i) % static_cast<uint64_t>(num_ids));
+  });
+}
+
+namespace {
+
+struct Sizes {
+  explicit Sizes(const Config& config)
+      : rows(std::min(config.train.micro_batch, config.train.sequences_per_step)),
+        T(config.data.sequence_length),
+        N(rows * T),
+        D(config.model.hidden_size),
+        V(config.model.vocab_size),
+        model(config.model) {}
+  Documents documents() const { return Documents::rows(rows, T); }
+  int64_t rows, T, N, D, V;
+  ModelConfig model;
+};
+
+using Ops = std::vector<BenchOp>;
+
+void add_linear(Ops& ops, const Sizes& s, const char* what, int64_t in, int64_t out) {
+  const int64_t N = s.N;
+  const double flops = 2.0 * static_cast<double>(N) * static_cast<double>(in) * static_cast<double>(out);
+  const std::string sizes = fmt::format("[{}, {}] -> {}, {}", N, in, out, what);
+  ops.push_back({"linear_forward", "", [=](BenchPlace& place) {
+                   const Tensor x = place.random({N, in}), w = place.random({out, in}), y = place.zeros({N, out});
+                   return PreparedOp{sizes, flops, {x, w}, {y}, [=, &place] {
+                                       linear_forward(place.stream(), y, x, w, Write::kOverwrite);
+                                     }};
+                 }});
+  ops.push_back({"linear_backward_input", "", [=](BenchPlace& place) {
+                   const Tensor dy = place.random({N, out}), w = place.random({out, in}), dx = place.zeros({N, in});
+                   return PreparedOp{sizes, flops, {dy, w}, {dx}, [=, &place] {
+                                       linear_backward_input(place.stream(), dx, dy, w, Write::kOverwrite);
+                                     }};
+                 }});
+  ops.push_back({"linear_backward_weight", "", [=](BenchPlace& place) {
+                   const Tensor dy = place.random({N, out}), x = place.random({N, in}), dw = place.zeros({out, in});
+                   return PreparedOp{sizes, flops, {dy, x, dw}, {dw}, [=, &place] {
+                                       linear_backward_weight(place.stream(), dw, dy, x);
+                                     }};
+                 }});
+}
+
+// Tensors of the delta rule, the op's options and the sizes, shared by forward and backward.
+struct DeltaRuleBench {
+  DeltaRuleBench(BenchPlace& place, const Sizes& s, DeltaForm form) : documents(s.documents()) {
+    const KdaConfig& kda = s.model.kda;
+    const int64_t N = s.N, H = kda.num_heads, HV = kda.num_value_heads.value_or(H), K = kda.head_dim;
+    options.scale = 1.0 / std::sqrt(static_cast<double>(K));
+    options.form = form;
+    if (kda.gate_lower_bound) {
+      options.gate = Gate::kBounded;
+      options.gate_lower_bound = *kda.gate_lower_bound;
+    }
+    in = {.q = place.random({N, H, K}),
+          .k = place.random({N, H, K}),
+          .v = place.random({N, HV, K}),
+          .beta_logit = place.random({N, HV}),
+          .gate_logit = place.random({N, HV, K}),
+          .A_log = place.zeros({HV}),
+          .dt_bias = place.zeros({HV, K})};
+    o = place.zeros({N, HV, K});
+    saved = allocate_delta_rule_saved(place.memory(), place.dtype(), delta_rule_shape(in, documents), options);
+    flops = static_cast<double>(N * HV) * delta_rule_flops(K, K);
+    sizes = fmt::format("{} x {} tokens, {} heads of {}", s.rows, s.T, HV, K);
+  }
+  Documents documents;
+  DeltaRuleOptions options;
+  DeltaRuleInputs in;
+  Tensor o;
+  DeltaRuleSaved saved;
+  double flops;
+  std::string sizes;
+};
+
+void add_delta_rule(Ops& ops, const Sizes& s, DeltaForm form) {
+  const char* name = form == DeltaForm::kChunkwise ? "chunkwise" : "recurrence";
+  ops.push_back({"delta_rule_forward", name, [=](BenchPlace& place) {
+                   const DeltaRuleBench b(place, s, form);
+                   return PreparedOp{b.sizes, b.flops, {b.in.q, b.in.k, b.in.v, b.in.gate_logit}, {b.o}, [=, &place] {
+                                       delta_rule_forward(place.stream(), {.o = b.o}, b.saved, b.in, b.options,
+                                                          b.documents);
+                                     }};
+                 }});
+  ops.push_back({"delta_rule_backward", name, [=](BenchPlace& place) {
+                   const DeltaRuleBench b(place, s, form);
+                   delta_rule_forward(place.stream(), {.o = b.o}, b.saved, b.in, b.options, b.documents);
+                   const auto like = [&](const Tensor& x) { return place.zeros(x.shape()); };
+                   const DeltaRuleGrads grads = {.dq = like(b.in.q),
+                                                 .dk = like(b.in.k),
+                                                 .dv = like(b.in.v),
+                                                 .dbeta_logit = like(b.in.beta_logit),
+                                                 .dgate_logit = like(b.in.gate_logit),
+                                                 .dA_log = like(b.in.A_log),
+                                                 .ddt_bias = like(b.in.dt_bias)};
+                   const Tensor d_o = place.random(b.o.shape());
+                   return PreparedOp{b.sizes,
+                                     2 * b.flops,
+                                     {b.in.q, b.in.k, b.in.v, b.in.gate_logit, d_o},
+                                     {grads.dq, grads.dk, grads.dv, grads.dgate_logit},
+                                     [=, &place] {
+                                       delta_rule_backward(place.stream(), grads, d_o, {}, b.saved, b.in, b.options,
+                                                           b.documents);
+                                     }};
+                 }});
+}
+
+void add_short_conv(Ops& ops, const Sizes& s) {
+  const KdaConfig& kda = s.model.kda;
+  const int64_t N = s.N, C = 3 * kda.num_heads * kda.head_dim, taps = kda.conv_size;
+  const std::string sizes = fmt::format("[{}, {}], {} taps", N, C, taps);
+  ops.push_back({"short_conv_forward", "", [=](BenchPlace& place) {
+                   const Tensor x = place.random({N, C}), w = place.random({C, 1, taps}), y = place.zeros({N, C});
+                   return PreparedOp{sizes, 0, {x}, {y}, [=, &place] {
+                                       short_conv_forward(place.stream(), y, x, w, {}, s.documents(),
+                                                          ConvActivation::kSilu);
+                                     }};
+                 }});
+  ops.push_back({"short_conv_backward", "", [=](BenchPlace& place) {
+                   const Tensor dy = place.random({N, C}), x = place.random({N, C}), w = place.random({C, 1, taps});
+                   const Tensor dx = place.zeros({N, C}), dw = place.zeros({C, 1, taps});
+                   return PreparedOp{sizes, 0, {dy, x}, {dx}, [=, &place] {
+                                       short_conv_backward(place.stream(), dx, dw, {}, dy, x, w, {}, {}, s.documents(),
+                                                           ConvActivation::kSilu);
+                                     }};
+                 }});
+}
+
+void add_attention(Ops& ops, const Sizes& s) {
+  const MlaConfig& mla = s.model.mla;
+  const int64_t N = s.N, H = mla.num_heads, K = mla.qk_nope_head_dim + mla.qk_rope_head_dim, V = mla.v_head_dim;
+  const double scale = 1.0 / std::sqrt(static_cast<double>(K));
+  const double flops = static_cast<double>(N * H * (K + V)) * static_cast<double>(s.T + 1);
+  const std::string sizes = fmt::format("{} x {} tokens, {} heads of {} / {}", s.rows, s.T, H, K, V);
+  ops.push_back({"attention_forward", "", [=](BenchPlace& place) {
+                   const Tensor q = place.random({N, H, K}), k = place.random({N, H, K}), v = place.random({N, H, V});
+                   const Tensor o = place.zeros({N, H, V}), lse = place.zeros({N, H});
+                   return PreparedOp{sizes, flops, {q, k, v}, {o}, [=, &place] {
+                                       attention_forward(place.stream(), o, lse, q, k, v, scale, s.documents(),
+                                                         s.documents());
+                                     }};
+                 }});
+  ops.push_back({"attention_backward", "", [=](BenchPlace& place) {
+                   const Tensor q = place.random({N, H, K}), k = place.random({N, H, K}), v = place.random({N, H, V});
+                   const Tensor o = place.zeros({N, H, V}), lse = place.zeros({N, H}), d_o = place.random({N, H, V});
+                   const Tensor dq = place.zeros({N, H, K}), dk = place.zeros({N, H, K}), dv = place.zeros({N, H, V});
+                   attention_forward(place.stream(), o, lse, q, k, v, scale, s.documents(), s.documents());
+                   return PreparedOp{
+                       sizes, 2 * flops, {q, k, v, o, d_o}, {dq, dk, dv}, [=, &place] {
+                         attention_backward(place.stream(), {dq, dk, dv, d_o, q, k, v, o, lse, scale}, s.documents());
+                       }};
+                 }});
+}
+
+void add_rotary(Ops& ops, const Sizes& s) {
+  const MlaConfig& mla = s.model.mla;
+  const int64_t N = s.N, H = mla.num_heads, size = std::max<int64_t>(2, mla.qk_rope_head_dim / 2 * 2);
+  const auto rope = std::make_shared<const Rope>(RopeKind::kInterleaved, 0, size, mla.rope_theta);
+  const std::string sizes = fmt::format("[{}, {}, {}]", N, H, size);
+  ops.push_back({"rotary_forward", "", [=](BenchPlace& place) {
+                   const Tensor x = place.random({N, H, size}), positions = place.ids(N, s.T);
+                   return PreparedOp{sizes, 0, {x}, {x}, [=, &place] { rope->forward(place.stream(), x, positions); }};
+                 }});
+}
+
+void add_norms(Ops& ops, const Sizes& s) {
+  const int64_t N = s.N, D = s.D, H = s.model.kda.num_heads, K = s.model.kda.head_dim;
+  const std::string sizes = fmt::format("[{}, {}]", N, D), head_sizes = fmt::format("[{}, {}, {}]", N, H, K);
+  constexpr double kEps = 1e-5;
+  ops.push_back({"rms_norm_forward", "", [=](BenchPlace& place) {
+                   const Tensor x = place.random({N, D}), w = place.random({D});
+                   const Tensor y = place.zeros({N, D}), rstd = place.zeros({N});
+                   return PreparedOp{sizes, 0, {x}, {y}, [=, &place] {
+                                       rms_norm_forward(place.stream(), y, rstd, x, w, kEps, NormWeight::kPlain);
+                                     }};
+                 }});
+  ops.push_back({"rms_norm_backward", "", [=](BenchPlace& place) {
+                   const Tensor dy = place.random({N, D}), x = place.random({N, D}), w = place.random({D});
+                   const Tensor rstd = place.random({N}), dx = place.zeros({N, D}), dw = place.zeros({D});
+                   return PreparedOp{sizes, 0, {dy, x}, {dx}, [=, &place] {
+                                       rms_norm_backward(place.stream(), dx, dw, dy, x, w, rstd, NormWeight::kPlain);
+                                     }};
+                 }});
+  ops.push_back({"gated_rms_norm_forward", "", [=](BenchPlace& place) {
+                   const Tensor o = place.random({N, H, K}), z = place.random({N, H, K}), w = place.random({K});
+                   const Tensor y = place.zeros({N, H, K}), rstd = place.zeros({N, H});
+                   return PreparedOp{head_sizes, 0, {o, z}, {y}, [=, &place] {
+                                       gated_rms_norm_forward(place.stream(), y, rstd, o, z, w, kEps,
+                                                              GateActivation::kSigmoid);
+                                     }};
+                 }});
+  ops.push_back({"gated_rms_norm_backward", "", [=](BenchPlace& place) {
+                   const Tensor dy = place.random({N, H, K}), o = place.random({N, H, K}), z = place.random({N, H, K});
+                   const Tensor w = place.random({K}), rstd = place.random({N, H});
+                   const Tensor d_o = place.zeros({N, H, K}), dz = place.zeros({N, H, K}), dw = place.zeros({K});
+                   return PreparedOp{head_sizes, 0, {dy, o, z}, {d_o, dz}, [=, &place] {
+                                       gated_rms_norm_backward(place.stream(), d_o, dz, dw, dy, o, z, w, rstd,
+                                                               GateActivation::kSigmoid);
+                                     }};
+                 }});
+}
+
+void add_swiglu(Ops& ops, const Sizes& s) {
+  const int64_t N = s.N, F = s.model.mlp.intermediate_size;
+  const std::string sizes = fmt::format("[{}, 2 x {}]", N, F);
+  ops.push_back(
+      {"swiglu_forward", "", [=](BenchPlace& place) {
+         const Tensor gate_up = place.random({N, 2 * F}), h = place.zeros({N, F});
+         return PreparedOp{sizes, 0, {gate_up}, {h}, [=, &place] { swiglu_forward(place.stream(), h, gate_up); }};
+       }});
+  ops.push_back({"swiglu_backward", "", [=](BenchPlace& place) {
+                   const Tensor gate_up = place.random({N, 2 * F}), dh = place.random({N, F});
+                   const Tensor d_gate_up = place.zeros({N, 2 * F}), h = place.zeros({N, F});
+                   return PreparedOp{sizes, 0, {gate_up, dh}, {d_gate_up, h}, [=, &place] {
+                                       swiglu_backward(place.stream(), d_gate_up, h, dh, gate_up);
+                                     }};
+                 }});
+}
+
+void add_vocabulary(Ops& ops, const Sizes& s) {
+  const int64_t N = s.N, D = s.D, V = s.V;
+  const std::string sizes = fmt::format("[{}, {}] of {} rows", N, D, V);
+  ops.push_back(
+      {"embedding_forward", "", [=](BenchPlace& place) {
+         const Tensor table = place.random({V, D}), tokens = place.ids(N, V), x = place.zeros({N, D});
+         return PreparedOp{sizes, 0, {x}, {x}, [=, &place] { embedding_forward(place.stream(), x, tokens, table); }};
+       }});
+  ops.push_back({"embedding_backward", "", [=](BenchPlace& place) {
+                   const Tensor dx = place.random({N, D}), tokens = place.ids(N, V), dtable = place.zeros({V, D});
+                   // Of the table it touches as many rows as there are tokens; all are compared.
+                   return PreparedOp{sizes, 0, {dx}, {dtable}, [=, &place] {
+                                       embedding_backward(place.stream(), dtable, dx, tokens);
+                                     }};
+                 }});
+  const int64_t n = std::min(N, head_block_rows(V, DType::kF32));
+  const std::string head_sizes = fmt::format("[{}, {}]", n, V);
+  ops.push_back({"cross_entropy_stats", "", [=](BenchPlace& place) {
+                   const Tensor logits = place.random({n, V}), targets = place.ids(n, V), stats = place.zeros({n, 3});
+                   return PreparedOp{head_sizes, 0, {logits}, {stats}, [=, &place] {
+                                       cross_entropy_stats(place.stream(), stats, logits, targets, 0);
+                                     }};
+                 }});
+  ops.push_back({"cross_entropy_backward", "", [=](BenchPlace& place) {
+                   const Tensor logits = place.random({n, V}), targets = place.ids(n, V), stats = place.zeros({n, 3});
+                   cross_entropy_stats(place.stream(), stats, logits, targets, 0);
+                   return PreparedOp{head_sizes, 0, {logits}, {logits}, [=, &place] {
+                                       cross_entropy_backward(place.stream(), logits, stats, targets, 0, 0.0, 1.0);
+                                     }};
+                 }});
+}
+
+void add_optimizer(Ops& ops, const Sizes& s) {
+  const Shape shape = {s.V, s.D};
+  const std::string sizes = fmt::format("[{}, {}]", s.V, s.D);
+  ops.push_back({"accumulate_norm_squared", "", [=](BenchPlace& place) {
+                   const Tensor grad = place.random(shape), control = place.zeros(DType::kF64, {kStepControlSize});
+                   return PreparedOp{sizes, 0, {grad}, {control}, [=, &place] {
+                                       accumulate_norm_squared(place.stream(), control, grad);
+                                     }};
+                 }});
+  ops.push_back({"adamw_step", "", [=](BenchPlace& place) {
+                   const Tensor value = place.random(shape), m = place.zeros(shape), v = place.zeros(shape);
+                   const Tensor grad = place.random(shape), control = place.zeros(DType::kF64, {kStepControlSize});
+                   accumulate_norm_squared(place.stream(), control, grad);
+                   prepare_step(place.stream(), control, 1.0);
+                   return PreparedOp{sizes, 0, {value, m, v, grad}, {value, m, v}, [=, &place] {
+                                       adamw_step(place.stream(), value, m, v, grad, control, {.lr = 1e-4});
+                                     }};
+                 }});
+  ops.push_back({"add", "", [=](BenchPlace& place) {
+                   const Tensor a = place.random(shape), b = place.random(shape), y = place.zeros(shape);
+                   return PreparedOp{sizes, 0, {a, b}, {y}, [=, &place] { add(place.stream(), y, a, b); }};
+                 }});
+}
+
+}  // namespace
+
+std::vector<BenchOp> bench_ops(const Config& config) {
+  const Sizes s(config);
+  const int64_t F = config.model.mlp.intermediate_size;
+  Ops ops;
+  add_linear(ops, s, "square", s.D, s.D);
+  add_linear(ops, s, "feed-forward up", s.D, 2 * F);
+  add_linear(ops, s, "feed-forward down", F, s.D);
+  add_delta_rule(ops, s, DeltaForm::kChunkwise);
+  add_delta_rule(ops, s, DeltaForm::kRecurrence);
+  add_short_conv(ops, s);
+  add_attention(ops, s);
+  add_rotary(ops, s);
+  add_norms(ops, s);
+  add_swiglu(ops, s);
+  add_vocabulary(ops, s);
+  add_optimizer(ops, s);
+  return ops;
+}
+
+}  // namespace palimpsest
