@@ -21,7 +21,10 @@ Ranks::Ranks(int* argc, char*** argv) {
 }
 
 const Mesh& Ranks::lay_out(const ParallelConfig& parallel, Console& console) {
-  MeshShape shape = {.data = parallel.data, .sequence = parallel.sequence, .tensor = parallel.tensor};
+  MeshShape shape = {.data = parallel.data,
+                     .sequence = parallel.sequence,
+                     .tensor = parallel.tensor,
+                     .layout = parallel.sequence_layout};
   agree(world(), [&] { shape = resolve_mesh(shape, size()); });
   if (size() == 1) return Mesh::single();
   watchdog_.emplace(rank(), parallel.timeout_s);

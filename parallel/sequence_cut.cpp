@@ -64,46 +64,53 @@ DocumentPiece SequenceCut::piece(int64_t row, int64_t range, int64_t begin, int6
   return piece;
 }
 
+std::vector<DocumentPiece> SequenceCut::pieces_of(int64_t first, int64_t last) const {
+  const int64_t row_length = borders_.back(), row = first / row_length;
+  const int64_t begin = first - row * row_length, end = last - row * row_length;
+  CHECK(end <= row_length, "the document of the tokens ", first, " to ", last, " goes beyond its row");
+  std::vector<DocumentPiece> pieces;
+  auto range = std::upper_bound(borders_.begin(), borders_.end(), begin) - borders_.begin() - 1;
+  for (int64_t from = begin; from < end; ++range) {
+    const int64_t to = std::min(end, borders_[range + 1]);
+    if (from < to) pieces.push_back(piece(row, range, from, to));
+    from = to;
+  }
+  return pieces;
+}
+
 SequenceCut::Part SequenceCut::part_of(int64_t rank, const Documents& whole) const {
-  const int64_t row_length = borders_.back();
-  CHECK(whole.num_tokens() == num_rows_ * row_length, "documents of ", whole.num_tokens(), " tokens, rows of ",
-        num_rows_ * row_length);
+  CHECK(whole.num_tokens() == num_rows_ * borders_.back(), "documents of ", whole.num_tokens(), " tokens, rows of ",
+        num_rows_ * borders_.back());
+  // The rank's pieces of all documents, and, of a document that is cut, all others.
   struct Local {
-    std::vector<DocumentPiece> pieces;  // of the whole document
-    size_t own;
+    DocumentPiece own;
+    size_t document = 0;  // in `cut_documents`
+    size_t index = 0;     // among its pieces
   };
   std::vector<Local> locals;
+  std::vector<std::vector<DocumentPiece>> cut_documents = {{}};  // the first stands for those that are not cut
   for (int64_t document = 0; document < whole.count(); ++document) {
     if (whole.length(document) == 0) continue;
-    const int64_t row = whole.begin(document) / row_length, start = row * row_length;
-    const int64_t begin = whole.begin(document) - start, end = whole.end(document) - start;
-    CHECK(end <= row_length, "document ", document, " goes beyond its row");
-    std::vector<DocumentPiece> pieces;
-    auto range = std::upper_bound(borders_.begin(), borders_.end(), begin) - borders_.begin() - 1;
-    for (; borders_[range] < end; ++range) {
-      const int64_t from = std::max(begin, borders_[range]), to = std::min(end, borders_[range + 1]);
-      if (from < to) pieces.push_back(piece(row, range, from, to));
-      if (borders_[range + 1] == row_length) break;
-    }
+    const std::vector<DocumentPiece> pieces = pieces_of(whole.begin(document), whole.end(document));
+    if (pieces.size() > 1) cut_documents.push_back(pieces);
     for (size_t i = 0; i < pieces.size(); ++i)
-      if (pieces[i].rank == rank) locals.push_back({pieces, i});
+      if (pieces[i].rank == rank) locals.push_back({pieces[i], pieces.size() > 1 ? cut_documents.size() - 1 : 0, i});
   }
-  std::sort(locals.begin(), locals.end(),
-            [](const Local& a, const Local& b) { return a.pieces[a.own].first < b.pieces[b.own].first; });
+  std::sort(locals.begin(), locals.end(), [](const Local& a, const Local& b) { return a.own.first < b.own.first; });
 
   Crossings crossings{.num_ranks = num_ranks_, .num_slots = num_rows_ * ranges_of_rank(), .max_tokens = max_tokens()};
   std::vector<int64_t> offsets = {0}, entering, leaving;
-  for (const Local& local : locals) {
-    const DocumentPiece& own = local.pieces[local.own];
+  for (const auto& [own, cut_document, index] : locals) {
     const auto document = static_cast<int64_t>(offsets.size()) - 1;
-    const auto here = local.pieces.begin() + static_cast<int64_t>(local.own);
+    const std::vector<DocumentPiece>& pieces = cut_documents[cut_document];
     CHECK(own.first == offsets.back(), "the pieces of rank ", rank, " leave a gap");
     offsets.push_back(own.first + own.length);
-    const bool began_earlier = here != local.pieces.begin(), goes_on = here + 1 != local.pieces.end();
+    const auto here = static_cast<int64_t>(index);
+    const bool began_earlier = index > 0, goes_on = index + 1 < pieces.size();
     entering.push_back(began_earlier ? own.slot : -1);
     leaving.push_back(goes_on ? own.slot : -1);
-    if (began_earlier) crossings.entering.push_back({document, own, {local.pieces.begin(), here}});
-    if (goes_on) crossings.leaving.push_back({document, own, {here + 1, local.pieces.end()}});
+    if (began_earlier) crossings.entering.push_back({document, own, {pieces.begin(), pieces.begin() + here}});
+    if (goes_on) crossings.leaving.push_back({document, own, {pieces.begin() + here + 1, pieces.end()}});
   }
   return {Documents(std::move(offsets)).with_states(crossings.num_slots, std::move(entering), std::move(leaving)),
           std::move(crossings)};

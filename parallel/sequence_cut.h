@@ -67,6 +67,8 @@ class SequenceCut {
   int64_t ranges_of_rank() const { return layout_ == SequenceLayout::kZigzag ? 2 : 1; }
   int64_t length_of_range(int64_t range) const { return borders_[range + 1] - borders_[range]; }
   int64_t tokens_of_row(int64_t rank) const;
+  // The pieces of the document of the tokens [first, last) of the batch, in order.
+  std::vector<DocumentPiece> pieces_of(int64_t first, int64_t last) const;
   // The tokens [begin, end) of a row, which lie in `range`.
   DocumentPiece piece(int64_t row, int64_t range, int64_t begin, int64_t end) const;
 

@@ -115,8 +115,6 @@ void validate(const ParallelConfig& parallel) {
   require_size("parallel.sequence", parallel.sequence);
   require_size("parallel.tensor", parallel.tensor);
   require(parallel.zero >= 1 && parallel.zero <= 3, "parallel.zero", parallel.zero, "1, 2 or 3");
-  // What cannot be trained yet.
-  require(parallel.sequence == 1, "parallel.sequence", parallel.sequence, "1: the tokens of a row are not shared yet");
   require(parallel.timeout_s > 0, "parallel.timeout_s", parallel.timeout_s, "above 0");
 }
 

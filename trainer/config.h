@@ -155,9 +155,15 @@ struct ScheduleConfig {
   }
 };
 
+template <>
+struct EnumNames<SequenceLayout> {
+  static constexpr const char* values[] = {"contiguous", "zigzag"};
+};
+
 struct ParallelConfig {
   int64_t data = -1;
   int64_t sequence = 1;
+  SequenceLayout sequence_layout = SequenceLayout::kContiguous;
   int64_t tensor = 1;
   int64_t zero = 1;
   double timeout_s = 300.0;
@@ -166,6 +172,8 @@ struct ParallelConfig {
   void visit(V& v) {
     v("data", data, "ranks that share the rows of a step; -1: all that sequence and tensor leave");
     v("sequence", sequence, "ranks that share the tokens of a row");
+    v("sequence_layout", sequence_layout,
+      "contiguous: each has one part of a row; zigzag: an early and a late one, which balances attention");
     v("tensor", tensor, "ranks that share heads, feed-forward columns and vocabulary");
     v("zero", zero, "sharded over data and sequence: 1, optimizer state; 2, gradients too; 3, parameters too");
     v("timeout_s", timeout_s, "seconds that a rank waits for the others before the job ends");

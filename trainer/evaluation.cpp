@@ -34,6 +34,18 @@ void add_losses(Evaluation& evaluation, const Batch& batch, const Tensor& token_
   }
 }
 
+// token_loss [N] of the whole batch, whatever part of it this sequence rank computes.
+void forward_loss(const LanguageModel& model, Context& context, Batch& batch, const Tensor& token_loss) {
+  const LocalInput local = local_input(batch, context.mesh);
+  if (context.mesh.sequence().size() == 1) {
+    model.forward_loss(context, local.input(), token_loss);
+    return;
+  }
+  const Tensor own = context.activations.allocate(context.dtype, {local.input().tokens.dim(0)});
+  model.forward_loss(context, local.input(), own);
+  gather_token_values(context, token_loss, own, cut_rows(context.mesh, batch.num_rows, batch.row_length));
+}
+
 // Removes a file that did not get its final name.
 struct RemovedAtTheEnd {
   std::string path;
@@ -146,7 +158,7 @@ Evaluation evaluate(const LanguageModel& model, Context context, const Dataset& 
     const Tensor losses = context.activations.allocate(context.dtype, {options.batch_rows * options.row_length});
     const Tensor all = context.activations.allocate(context.dtype, {data.size() * losses.numel()});
     const Tensor token_loss = losses.rows(0, num_tokens);
-    model.forward_loss(context, model_input(batch), token_loss);
+    forward_loss(model, context, batch, token_loss);
     if (mine.size() > 0) add_losses(evaluation, batch, token_loss);
     if (on_batch) {
       fill_zero(context.stream, losses.rows(num_tokens, losses.numel() - num_tokens));
@@ -171,12 +183,13 @@ Evaluation evaluate(const LanguageModel& model, Context context, const Dataset& 
   return evaluation;
 }
 
-ModelInput model_input(Batch& batch) {
+LocalInput local_input(Batch& batch, const Mesh& mesh) {
   const auto N = static_cast<int64_t>(batch.tokens.size());
   const auto view = [&](std::vector<int32_t>& values) { return Tensor(values.data(), DType::kI32, {N}); };
-  return {.tokens = view(batch.tokens),
-          .targets = view(batch.targets),
-          .sequence = {.documents = batch.documents, .positions = view(batch.positions)}};
+  const ModelInput whole = {.tokens = view(batch.tokens),
+                            .targets = view(batch.targets),
+                            .sequence = {.documents = batch.documents, .positions = view(batch.positions)}};
+  return {whole, cut_rows(mesh, batch.num_rows, batch.row_length), mesh.sequence().rank()};
 }
 
 std::unique_ptr<Dataset> open_checked_dataset(const std::string& path, const Config& config) {

@@ -12,6 +12,7 @@
 #include "data/batch.h"
 #include "data/dataset.h"
 #include "model/language_model.h"
+#include "model/local_input.h"
 #include "parallel/agreement.h"
 #include "trainer/config.h"
 #include "trainer/console.h"
@@ -46,8 +47,8 @@ Evaluation evaluate(const LanguageModel& model, Context context, const Dataset& 
                     const EvaluationOptions& options, Console& console, const std::string& name,
                     const OnScoredBatch& on_batch = {});
 
-// A batch as the model takes it: views of its vectors.
-ModelInput model_input(Batch& batch);
+// A batch as the model takes it on this rank: views of its vectors, or of the sequence rank's part of them.
+LocalInput local_input(Batch& batch, const Mesh& mesh);
 
 // A data set to be evaluated. Throws a UserError where it cannot be read or does not fit the model.
 std::unique_ptr<Dataset> open_checked_dataset(const std::string& path, const Config& config);

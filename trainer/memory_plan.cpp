@@ -8,29 +8,46 @@
 #include <sstream>
 #include <utility>
 
+#include "model/local_input.h"
 #include "trainer/replica.h"
 
 namespace palimpsest {
 
 namespace {
 
-// Tensors of a batch that nobody will read.
-ModelInput rehearsal_input(Arena& arena, int64_t num_rows, int64_t row_length, int64_t document_length) {
-  const int64_t N = num_rows * row_length;
-  return {.tokens = arena.allocate(DType::kI32, {N}),
-          .targets = arena.allocate(DType::kI32, {N}),
-          .sequence = {.documents = Documents::rows(N / document_length, document_length),
-                       .positions = arena.allocate(DType::kI32, {N})}};
+// Tensors of this rank's part of a batch that nobody will read.
+ModelInput rehearsal_input(Arena& arena, const Mesh& mesh, int64_t num_rows, int64_t row_length,
+                           int64_t document_length) {
+  const SequenceCut cut = cut_rows(mesh, num_rows, row_length);
+  const int64_t rank = mesh.sequence().rank(), N = cut.num_tokens(rank);
+  ModelInput input = {
+      .tokens = arena.allocate(DType::kI32, {N}),
+      .targets = arena.allocate(DType::kI32, {N}),
+      .sequence = {.documents = Documents::rows(num_rows * row_length / document_length, document_length),
+                   .positions = arena.allocate(DType::kI32, {N})}};
+  if (cut.num_ranks() > 1) {
+    auto [documents, crossings] = cut.part_of(rank, input.sequence.documents);
+    input.sequence.documents = std::move(documents);
+    input.sequence.crossings = std::move(crossings);
+  }
+  return input;
 }
 
 void rehearse_evaluation_batch(const LanguageModel& model, Context context, Arena& inputs, const BatchLimits& limits,
                                int64_t document_length) {
   if (limits.eval_rows == 0) return;
   Arena::Scope scope(context.activations);
-  const ModelInput input = rehearsal_input(inputs, limits.eval_rows, limits.row_length, document_length);
-  const Tensor token_loss = context.activations.allocate(context.dtype, {input.tokens.dim(0)});
-  context.activations.allocate(context.dtype, {context.mesh.data().size() * token_loss.numel()});  // of all data ranks
-  model.forward_loss(context, input, token_loss);
+  const Mesh& mesh = context.mesh;
+  const ModelInput input = rehearsal_input(inputs, mesh, limits.eval_rows, limits.row_length, document_length);
+  const Tensor token_loss = context.activations.allocate(context.dtype, {limits.eval_rows * limits.row_length});
+  context.activations.allocate(context.dtype, {mesh.data().size() * token_loss.numel()});  // of all data ranks
+  if (mesh.sequence().size() == 1) {
+    model.forward_loss(context, input, token_loss);
+    return;
+  }
+  const Tensor own = context.activations.allocate(context.dtype, {input.tokens.dim(0)});
+  model.forward_loss(context, input, own);
+  gather_token_values(context, token_loss, own, cut_rows(mesh, limits.eval_rows, limits.row_length));
 }
 
 std::string in_mib(int64_t bytes) {
@@ -91,7 +108,8 @@ RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& reg
   for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
     Arena inputs = Arena::planning("inputs", device);
     step.begin(1);
-    step.accumulate(rehearsal_input(inputs, limits.train_rows, limits.row_length, document_length), MicroBatch::kLast);
+    step.accumulate(rehearsal_input(inputs, mesh, limits.train_rows, limits.row_length, document_length),
+                    MicroBatch::kLast);
     step.finish(0.0);
     rehearse_evaluation_batch(model, context, inputs, limits, document_length);
   }
@@ -135,7 +153,8 @@ SentBytes rehearse_step_bytes(const LanguageModel& model, ParameterRegistry& reg
   const auto count_micro_batch = [&](int64_t times, int64_t num_rows, MicroBatch place) {
     if (times == 0) return;
     Arena inputs = Arena::planning("inputs", device);
-    count(times, [&] { step.accumulate(rehearsal_input(inputs, num_rows, rows.row_length, rows.row_length), place); });
+    count(times,
+          [&] { step.accumulate(rehearsal_input(inputs, mesh, num_rows, rows.row_length, rows.row_length), place); });
   };
   // The second step: what the first leaves behind counts for it. Micro-batches in the middle are alike.
   for (int i = 0; i < 2; ++i) {

@@ -139,7 +139,7 @@ StepMetrics Trainer::train_one_step(Loader& loader) {
   const double lr = learning_rate(config_.schedule, config_.optimizer.lr, state_.step + 1, total_steps_);
   step_->begin(batches.num_targets);
   for (Batch& batch : batches.micro_batches)
-    step_->accumulate(model_input(batch),
+    step_->accumulate(local_input(batch, setup_.mesh()).input(),
                       &batch == &batches.micro_batches.back() ? MicroBatch::kLast : MicroBatch::kInner);
   const StepResult result = step_->finish(lr);
   count_step(result, batches);
@@ -181,11 +181,11 @@ std::string Trainer::first_non_finite(StepBatches& batches) {
   std::string name = of_first_rank(world, first_non_finite_weight(bench.registry()));
   Context context = bench.context();
   for (Batch& batch : batches.micro_batches)
-    if (name.empty()) name = bench.model().first_non_finite_output(context, model_input(batch));
+    if (name.empty()) name = bench.model().first_non_finite_output(context, local_input(batch, setup_.mesh()).input());
   if (name.empty()) {
     // Once more, since the gradients are sums over the ranks by now.
     step_->begin(batches.num_targets);
-    for (Batch& batch : batches.micro_batches) step_->accumulate(model_input(batch));
+    for (Batch& batch : batches.micro_batches) step_->accumulate(local_input(batch, setup_.mesh()).input());
     name = of_first_rank(world, first_non_finite_gradient(bench.registry()));
   }
   return name.empty() ? "the sum of the squared gradients" : name;

@@ -16,15 +16,16 @@ using support::run_command_line;
 using support::run_palimpsest;
 
 struct Layout {
-  int data, tensor, zero;
-  int ranks() const { return data * tensor; }
+  int data, sequence, tensor, zero;
+  int ranks() const { return data * sequence * tensor; }
   std::vector<std::string> overrides() const {
-    return {"parallel.data=" + std::to_string(data), "parallel.tensor=" + std::to_string(tensor),
+    return {"parallel.data=" + std::to_string(data), "parallel.sequence=" + std::to_string(sequence),
+            "parallel.sequence_layout=zigzag", "parallel.tensor=" + std::to_string(tensor),
             "parallel.zero=" + std::to_string(zero)};
   }
 };
 // With 11 windows in rounds of up to 3 ranks x 2 rows, a rank has nothing to do in the last round.
-const std::vector<Layout> kLayouts = {{3, 1, 1}, {1, 2, 1}, {2, 2, 3}};
+const std::vector<Layout> kLayouts = {{3, 1, 1, 1}, {1, 1, 2, 1}, {2, 1, 2, 3}, {2, 2, 1, 1}};
 
 class TrainedModel : public support::RunOnRanks {
  protected:

@@ -28,12 +28,22 @@ TEST_F(Ranks, EveryLayoutLogsTheNumbersOfOneRank) {
   write_config();
   ASSERT_EQ(support::run_palimpsest({"train", file_}).exit_code, 0);
   const auto expected = metrics_of(config_);
-  for (const auto& [data, tensor, zero] : std::vector<std::array<int, 3>>{{4, 1, 1}, {2, 2, 3}, {1, 2, 2}}) {
+  struct Layout {
+    int data, sequence, tensor, zero;
+    std::string layout;
+  };
+  for (const auto& [data, sequence, tensor, zero, layout] : std::vector<Layout>{{4, 1, 1, 1, "contiguous"},
+                                                                                {2, 1, 2, 3, "contiguous"},
+                                                                                {1, 1, 2, 2, "contiguous"},
+                                                                                {1, 2, 2, 1, "zigzag"},
+                                                                                {1, 3, 1, 2, "contiguous"}}) {
     Config config = config_;
-    config.run.dir = root_ / ("layout-" + std::to_string(data) + std::to_string(tensor));
-    const ProgramResult result = run_command_line(on_ranks(
-        data * tensor, {"train", file_, "run.dir=" + config.run.dir, "parallel.data=" + std::to_string(data),
-                        "parallel.tensor=" + std::to_string(tensor), "parallel.zero=" + std::to_string(zero)}));
+    config.run.dir = root_ / ("layout-" + std::to_string(data) + std::to_string(sequence) + std::to_string(tensor));
+    const ProgramResult result = run_command_line(
+        on_ranks(data * sequence * tensor,
+                 {"train", file_, "run.dir=" + config.run.dir, "parallel.data=" + std::to_string(data),
+                  "parallel.sequence=" + std::to_string(sequence), "parallel.sequence_layout=" + layout,
+                  "parallel.tensor=" + std::to_string(tensor), "parallel.zero=" + std::to_string(zero)}));
     ASSERT_EQ(result.exit_code, 0) << result.err;
     EXPECT_EQ(support::count(result.out, "step 1/"), 1u) << result.out;  // one rank alone writes
     const auto lines = metrics_of(config);
