@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/random.h"
+#include "model/local_input.h"
 #include "parallel/agreement.h"
 #include "trainer/bench.h"
 #include "trainer/flops.h"
@@ -23,7 +24,7 @@ int64_t rows_of_rank(const Config& config, const Mesh& mesh) {
   return config.train.sequences_per_step / mesh.data().size();
 }
 
-// This data rank's micro-batches of a step of random tokens, in an arena of their own.
+// This rank's micro-batches of a step of random tokens, in an arena of their own.
 class RandomBatches {
  public:
   RandomBatches(const Config& config, const Mesh& mesh)
@@ -48,9 +49,12 @@ class RandomBatches {
     for (int64_t row = 0; row < num_rows; row += config.train.micro_batch) {
       const int64_t rows = std::min(config.train.micro_batch, num_rows - row);
       const auto cut = [&](const Tensor& all) { return all.rows(row * row_length_, rows * row_length_); };
-      batches_.push_back({.tokens = cut(tokens),
-                          .targets = cut(targets),
-                          .sequence = {.documents = Documents::rows(rows, row_length_), .positions = cut(positions)}});
+      const ModelInput whole = {
+          .tokens = cut(tokens),
+          .targets = cut(targets),
+          .sequence = {.documents = Documents::rows(rows, row_length_), .positions = cut(positions)}};
+      parts_.emplace_back(whole, cut_rows(mesh, rows, row_length_), mesh.sequence().rank());
+      batches_.push_back(parts_.back().input());
     }
   }
 
@@ -62,6 +66,7 @@ class RandomBatches {
  private:
   int64_t row_length_, num_tokens_;
   Arena arena_;
+  std::vector<LocalInput> parts_;
   std::vector<ModelInput> batches_;
 };
 

@@ -107,12 +107,15 @@ void validate(const ScheduleConfig& schedule, double lr) {
   require(schedule.min_lr <= lr, "schedule.min_lr", schedule.min_lr, fmt::format("at most optimizer.lr, {}", lr));
 }
 
-void validate(const ParallelConfig& parallel) {
+void validate(const ParallelConfig& parallel, int64_t sequence_length) {
   const auto require_size = [](std::string_view key, int64_t size) {
     require(size == -1 || size >= 1, key, size, "at least 1, or -1 for what the other axes leave");
   };
   require_size("parallel.data", parallel.data);
   require_size("parallel.sequence", parallel.sequence);
+  const int64_t most = sequence_length / (parallel.sequence_layout == SequenceLayout::kZigzag ? 2 : 1);
+  require(parallel.sequence <= most, "parallel.sequence", parallel.sequence,
+          fmt::format("at most {}: the ranks share the {} tokens of a row", most, sequence_length));
   require_size("parallel.tensor", parallel.tensor);
   require(parallel.zero >= 1 && parallel.zero <= 3, "parallel.zero", parallel.zero, "1, 2 or 3");
   require(parallel.timeout_s > 0, "parallel.timeout_s", parallel.timeout_s, "above 0");
@@ -151,7 +154,7 @@ void validate(const Config& config) {
   validate(config.train, config.data.sequence_length);
   validate(config.optimizer);
   validate(config.schedule, config.optimizer.lr);
-  validate(config.parallel);
+  validate(config.parallel, config.data.sequence_length);
   validate(config.checkpoint);
 }
 

@@ -83,7 +83,8 @@ int64_t cost_of(const PlannedLayout& planned, int64_t ranks_per_host) {
 }
 
 PlannedLayout plan_layout(Config config, const Candidate& candidate, int64_t ranks_per_host) {
-  const MeshShape& mesh = candidate.mesh;
+  MeshShape mesh = candidate.mesh;
+  mesh.layout = config.parallel.sequence_layout;
   config.parallel.data = mesh.data;
   config.parallel.sequence = mesh.sequence;
   config.parallel.tensor = mesh.tensor;

@@ -42,12 +42,13 @@ TEST(Plan, ListsWhatCanRunBestFirstAndSaysWhyOthersCannot) {
   for (const int64_t zero : {1, 2, 3}) {
     EXPECT_NE(find(plan, 8, 1, 1, zero), nullptr);
     EXPECT_NE(find(plan, 4, 1, 2, zero), nullptr);
+    EXPECT_NE(find(plan, 2, 2, 2, zero), nullptr);
   }
   EXPECT_EQ(find(plan, 2, 1, 4, 1), nullptr);
   EXPECT_TRUE(std::is_sorted(plan.layouts.begin(), plan.layouts.end(),
                              [](const auto& a, const auto& b) { return a.cost < b.cost; }));
   const auto why = std::find_if(plan.refused.begin(), plan.refused.end(),
-                                [](const std::string& line) { return line.starts_with("2 x 1 x 4: "); });
+                                [](const std::string& line) { return line.starts_with("2 x 1 x 4, "); });
   ASSERT_NE(why, plan.refused.end());
   EXPECT_NE(why->find("parallel.tensor is 4, must divide model.kda.num"), std::string::npos) << *why;
   EXPECT_NE(to_text(plan, 3).find("and " + std::to_string(plan.layouts.size() - 3) + " more"), std::string::npos);
