@@ -109,7 +109,7 @@ bool moves_whole(const void* data, int64_t stride) {
 
 bool delta_rule_sm90_serves(const DeltaRuleSm90& op) {
   if ((op.K != 64 && op.K != 128) || op.V % kValueTile != 0 || op.H == 0 || op.HV % op.H != 0) return false;
-  bool aligned = true;
+  bool aligned = !op.vector_decay || (op.dt_bias != nullptr && reinterpret_cast<uintptr_t>(op.dt_bias) % 16 == 0);
   for (const auto& rows : {op.q, op.k, op.v, op.d_o, op.vector_decay ? op.gate_logit : op.q})
     aligned = aligned && moves_whole(rows.data, rows.stride);
   for (const auto& rows : {op.o, op.dq, op.dk, op.dv, op.vector_decay ? op.dgate_logit : op.dq})

@@ -19,7 +19,8 @@ struct LocalLayout {
   static constexpr int kG = kK + kChunk * kPitch;
   static constexpr int kNorms = kG + kChunk * kPitch;      // [2, C]
   static constexpr int kTotals = kNorms + 2 * kChunk * 4;  // [4, K]
-  static constexpr int kBeta = kTotals + 4 * K * 4;        // [C]
+  static constexpr int kDtBias = kTotals + 4 * K * 4;       // [K]
+  static constexpr int kBeta = kDtBias + K * 4;        // [C]
   static constexpr int kDa = kBeta + kChunk * 4;           // [C, C]
   static constexpr int kDp = kDa + kLocalRowsBytes;
   static constexpr int kDiagonal = kDp + kLocalRowsBytes;        // [C]
@@ -40,7 +41,8 @@ __device__ inline void load_local_rows(const DeltaRuleSm90& p, const DeltaRuleWo
   const int thread = static_cast<int>(threadIdx.x), n = item.chunk.n;
   const int64_t slot_head = item.slot * p.HV + item.head, key_head = item.head / (p.HV / p.H);
   if (thread == 0) {
-    barrier_expect(barrier, static_cast<uint32_t>(2 * kChunk * 4 + 4 * K * 4 + kChunk * 4));
+    barrier_expect(barrier, static_cast<uint32_t>(2 * kChunk * 4 + 5 * K * 4 + kChunk * 4));
+    bulk_load(base + Layout::kDtBias, p.dt_bias + item.head * K, K * 4, barrier);
     bulk_load(base + Layout::kNorms, w.norms + slot_head * 2 * kChunk, 2 * kChunk * 4, barrier);
     bulk_load(base + Layout::kTotals, w.totals + slot_head * 4 * K, 4 * K * 4, barrier);
     bulk_load(base + Layout::kBeta, w.beta + slot_head * kChunk, kChunk * 4, barrier);
@@ -48,8 +50,10 @@ __device__ inline void load_local_rows(const DeltaRuleSm90& p, const DeltaRuleWo
   const int piece = thread % (K / 8);
   const auto copy = [&](uint32_t to, const __nv_bfloat16* rows, int64_t stride) {
 #pragma unroll
-    for (int row = thread / (K / 8); row < kChunk; row += kLocalThreads / (K / 8))
+    for (int i = 0; i < kChunk * (K / 8) / kLocalThreads; ++i) {
+      const int row = thread / (K / 8) + i * (kLocalThreads / (K / 8));
       async_copy(to + row * Layout::kPitch + 16 * piece, rows + (row < n ? row : 0) * stride + 8 * piece, row < n);
+    }
   };
   const int64_t first = item.chunk.first;
   copy(base + Layout::kQ, row_of(p.q, first, key_head, K), p.q.stride);
@@ -104,6 +108,7 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
     const Chunk& chunk = item.chunk;
     const int n = chunk.n;
     const int64_t head = item.head;
+    const HeadGate gate(p, head);
     TileSums<K> tile_sums;
     ring.add_item(item, tile_sums);
     store_score_gradients(tile_sums.scores, base + (half == 0 ? Layout::kDa : Layout::kDp),
@@ -125,7 +130,7 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
     sync_block();
 
     // ---- by 16 channels ----
-    const HeadGate gate(p, head);
+    const float* dt_bias = shared_pointer<const float>(base + Layout::kDtBias);
     const float* totals = shared_pointer<const float>(base + Layout::kTotals);
     const float* norms = shared_pointer<const float>(base + Layout::kNorms);
     float* bias_sums = shared_pointer<float>(base + Layout::kBias);
@@ -184,7 +189,7 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
           before[i] = b == 0 ? 1.0F : b == 1 ? t0 : b == 2 ? t0 * t1 : t0 * t1 * t2;
           after[i] = b == 3 ? 1.0F : b == 2 ? t3 : b == 1 ? t2 * t3 : t1 * t2 * t3;
           middle[i] = b == 0 ? t1 : b == 3 ? t2 : 1.0F;
-          bias[i] = p.dt_bias == nullptr ? 0.0F : p.dt_bias[head * K + channel];
+          bias[i] = dt_bias[channel];
         }
         float y[8], pre[8], suf[8], total[4];
 #pragma unroll
@@ -406,12 +411,12 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
       for (int level = 2; level >= 0; --level) {  // 4, 2, 1
         const float(&f)[8] = level == 2 ? f4 : level == 1 ? f2 : f1;
         scale_by(f);
-        float sums[3][2][4] = {};  // dq, kr, kc by 8 tokens
+        float sums[2][2][4] = {};  // by 8 tokens: dq of second halves; kr of second, kc of first halves
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
           mma_k8(sums[0][part], ak[2 * part], ak[2 * part + 1], da_rows[3 * part] & row_mask[level]);
           mma_k8(sums[1][part], ak[2 * part], ak[2 * part + 1], dp_rows[3 * part] & row_mask[level]);
-          mma_k16(sums[2][part], aq[2 * part], aq[2 * part + 1], ak[2 * part], ak[2 * part + 1],
+          mma_k16(sums[1][part], aq[2 * part], aq[2 * part + 1], ak[2 * part], ak[2 * part + 1],
                   da_columns[3 * part] & column_mask[level], dp_columns[3 * part] & column_mask[level]);
         }
 #pragma unroll
@@ -433,10 +438,15 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
           const int part = x / 4, i = x / 2 % 2 * 2 + x % 2;
           const float kf = x % 2 == 0 ? low_of(ak[x / 2]) : high_of(ak[x / 2]);
           const float qf = x % 2 == 0 ? low_of(aq[x / 2]) : high_of(aq[x / 2]);
+          const float use = qf * sums[0][part][i] + kf * sums[1][part][i];
+          const bool second = level == 0 ? x % 2 == 1 : (t >> (level > 0 ? level - 1 : 0)) % 2 == 1;
           dq[x] += f[x] * sums[0][part][i];
-          dk[x] += f[x] * (sums[1][part][i] + sums[2][part][i]);
-          dpre[x] += qf * sums[0][part][i] + kf * sums[1][part][i];
-          dsuf[x] += kf * sums[2][part][i];
+          dk[x] += f[x] * sums[1][part][i];
+          if (second) {
+            dpre[x] += use;
+          } else {
+            dsuf[x] += use;
+          }
         }
       }
       // The gate; its logits' gradients replace the logits.
@@ -446,7 +456,7 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
         float bias_sum[2] = {0.0F, 0.0F}, y[8], dy[8];
 #pragma unroll
         for (int x = 0; x < 8; ++x) {
-          const float bias = p.dt_bias == nullptr ? 0.0F : p.dt_bias[head * K + first_channel + x / 2 % 2 * 8 + g];
+          const float bias = dt_bias[first_channel + x / 2 % 2 * 8 + g];
           y[x] = (x % 2 == 0 ? low_of(g_raw[x / 2]) : high_of(g_raw[x / 2])) + bias;
           dy[x] = valid[x / 4 * 2 + x % 2] ? dpre[x] + share[x] : 0.0F;
         }

@@ -49,8 +49,10 @@ __device__ inline void load_scalar_rows(const DeltaRuleSm90& p, const DeltaRuleW
   const int piece = thread % (K / 8);
   const auto copy = [&](uint32_t to, const __nv_bfloat16* rows, int64_t stride) {
 #pragma unroll
-    for (int row = thread / (K / 8); row < kChunk; row += kLocalThreads / (K / 8))
+    for (int i = 0; i < kChunk * (K / 8) / kLocalThreads; ++i) {
+      const int row = thread / (K / 8) + i * (kLocalThreads / (K / 8));
       async_copy(to + row * Layout::kPitch + 16 * piece, rows + (row < n ? row : 0) * stride + 8 * piece, row < n);
+    }
   };
   copy(base + Layout::kQ, row_of(p.q, item.chunk.first, key_head, K), p.q.stride);
   copy(base + Layout::kK, row_of(p.k, item.chunk.first, key_head, K), p.k.stride);

@@ -260,15 +260,16 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   const uint32_t out = base + Layout::kOut + warp * kChunk * kOutPitch;
   float s[K / 8][4];
   load_state<K>(p.initial_state == nullptr ? nullptr : p.initial_state + document_head * K * p.V, p.V, value, t, s);
+  uint32_t a[kSteps][4], o_packed[4][4];
+  pack_operand<kSteps>(s, a);
+  const auto store_o = [&](const Chunk& chunk) {
+    store_rows(o_packed, out, lane, chunk.n, row_of(p.o, chunk.first, task.head, p.V) + task.tile * kValueTile + 16 * warp,
+               p.o.stride);
+  };
   for (int index = 0; index < task.num_chunks; ++index) {
     const Chunk chunk = task.chunk(index);
     const uint32_t stage = base + index % kStages * Layout::kStageBytes;
     const uint32_t barrier = base + Layout::kBarriers + 8 * (index % kStages);
-    uint32_t a[kSteps][4];
-    pack_operand<kSteps>(s, a);
-    if (index > 0 && w.states != nullptr)
-      store_state_image<K>(a, base + Layout::kState, warp, lane,
-                           w.states + ((chunk.state_slot() * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
     barrier_wait(barrier, static_cast<uint32_t>(index / kStages) % 2);
     float r[8][4] = {}, o[8][4] = {};
     pin(r);
@@ -278,8 +279,13 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     warpgroup_commit();
     multiply_transposed<1, kSteps>(o, a, stage + Layout::kQb);
     warpgroup_commit();
+    // While they run: what is left to store of the last chunk.
     uint32_t v[4][4];
     load_rows_transposed(v, stage + Layout::kRows, warp, lane);
+    if (index > 0 && w.states != nullptr)
+      store_state_image<K>(a, base + Layout::kState, warp, lane,
+                           w.states + ((chunk.state_slot() * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
+    if (index > 0 && p.o.data != nullptr) store_o(task.chunk(index - 1));
     warpgroup_wait<1>();
     pin(r);
 #pragma unroll
@@ -315,13 +321,10 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     pin(o);
     sync_warp();
     if (lane == 0) barrier_arrive(barrier + 8 * kStages);
-    if (p.o.data != nullptr) {
-      uint32_t packed[4][4];
-      pack_operand<4>(o, packed);
-      store_rows(packed, out, lane, chunk.n,
-                 row_of(p.o, chunk.first, task.head, p.V) + task.tile * kValueTile + 16 * warp, p.o.stride);
-    }
+    pack_operand<kSteps>(s, a);
+    pack_operand<4>(o, o_packed);
   }
+  if (task.num_chunks > 0 && p.o.data != nullptr) store_o(task.chunk(task.num_chunks - 1));
   store_state<K>(p.final_state == nullptr ? nullptr : p.final_state + document_head * K * p.V, p.V, value, t, s);
 }
 
@@ -343,29 +346,30 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   const uint32_t out = base + Layout::kOut + warp * kChunk * kOutPitch;
   float ds[K / 8][4];
   load_state<K>(p.d_final_state == nullptr ? nullptr : p.d_final_state + document_head * K * p.V, p.V, value, t, ds);
+  uint32_t a[kSteps][4];
   for (int i = 0; i < task.num_chunks; ++i) {
     const int index = task.num_chunks - 1 - i;
     const Chunk chunk = task.chunk(index);
     const uint32_t stage = base + i % kStages * Layout::kStageBytes;
     const uint32_t barrier = base + Layout::kBarriers + 8 * (i % kStages);
-    uint32_t a[kSteps][4], d_o[4][4];
+    uint32_t d_o[4][4];
     pack_operand<kSteps>(ds, a);
-    if (i > 0 || p.d_final_state != nullptr)
-      store_state_image<K>(
-          a, base + Layout::kState, warp, lane,
-          w.dstates + (((task.first_slot + index) * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
     barrier_wait(barrier, static_cast<uint32_t>(i / kStages) % 2);
     load_rows_transposed(d_o, stage + Layout::kRows, warp, lane);
+    decay_state<K>(stage + Layout::kDecay, t, ds);
     float y[8][4] = {};
     pin(y);
+    pin(ds);
     warpgroup_fence();
     multiply_transposed<1, kSteps>(y, a, stage + Layout::kKt);
     multiply<1, 4>(y, d_o, stage + Layout::kAqk);
     warpgroup_commit();
-    decay_state<K>(stage + Layout::kDecay, t, ds);
-    warpgroup_fence();
     multiply<1, 4>(ds, d_o, stage + Layout::kQb);
     warpgroup_commit();
+    if (i > 0 || p.d_final_state != nullptr)
+      store_state_image<K>(
+          a, base + Layout::kState, warp, lane,
+          w.dstates + (((task.first_slot + index) * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
     warpgroup_wait<1>();
     pin(y);
     mask_tokens(y, chunk.n, t);

@@ -36,8 +36,8 @@ __device__ inline LocalItem next_item(const DeltaRuleSm90& p, int64_t index) {
   const int64_t count = num_slots(p) * p.HV;
   LocalItem item;
   for (; index < count; index += gridDim.x) {
-    item.slot = index / p.HV;
-    item.head = index % p.HV;
+    item.slot = static_cast<uint32_t>(index) / static_cast<uint32_t>(p.HV);  // a grid has fewer than 2^31 blocks
+    item.head = index - item.slot * p.HV;
     item.chunk = find_chunk(p, item.slot);
     if (item.chunk.n > 0) break;
   }
@@ -70,8 +70,10 @@ __device__ inline void load_local_tile(const DeltaRuleSm90& p, const DeltaRuleWo
   const int piece = thread % 8;
   const auto copy = [&](uint32_t to, const __nv_bfloat16* rows, int64_t stride) {
 #pragma unroll
-    for (int row = thread / 8; row < kChunk; row += kLocalThreads / 8)
+    for (int i = 0; i < kChunk * 8 / kLocalThreads; ++i) {
+      const int row = thread / 8 + i * (kLocalThreads / 8);
       async_copy(to + row * kLocalPitch + 16 * piece, rows + (row < n ? row : 0) * stride + 8 * piece, row < n);
+    }
   };
   const int64_t first = item.chunk.first;
   copy(stage + Layout::kDo, row_of(p.d_o, first, item.head, p.V) + tile * 64, p.d_o.stride);
