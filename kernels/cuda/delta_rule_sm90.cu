@@ -4,6 +4,7 @@
 #include "kernels/cuda/delta_rule_sm90.h"
 
 #include "kernels/cuda/delta_rule_sm90_local.cuh"
+#include "kernels/cuda/delta_rule_sm90_operands.cuh"
 #include "kernels/cuda/delta_rule_sm90_prepare.cuh"
 #include "kernels/cuda/delta_rule_sm90_scalar.cuh"
 #include "kernels/cuda/delta_rule_sm90_scalar_local.cuh"
@@ -47,8 +48,10 @@ class Launches {
 template <int K, bool kScores>
 void prepare(Launches& run, const DeltaRuleSm90& op, const DeltaRuleWorkspace& w, cudaStream_t queue) {
   const int64_t blocks = num_slots(op) * op.HV;
-  if (op.vector_decay) {
-    run(delta_rule_prepare_kernel<K, kScores>, blocks, kPrepareThreads, PrepareLayout<K>::kBytes, queue, op, w);
+  if (op.vector_decay && kScores) {
+    run(delta_rule_prepare_kernel<K>, blocks, kPrepareThreads, PrepareLayout<K>::kBytes, queue, op, w);
+  } else if (op.vector_decay) {
+    run(delta_rule_operands_kernel<K>, blocks, kPrepareThreads, operands_bytes(K), queue, op, w);
   } else {
     run(delta_rule_scalar_prepare_kernel<K, kScores>, blocks, kPrepareThreads, ScalarPrepareLayout<K>::kBytes, queue,
         op, w);

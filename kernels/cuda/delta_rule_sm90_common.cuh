@@ -90,7 +90,9 @@ __device__ inline Chunk find_chunk(const DeltaRuleSm90& p, int64_t slot) {
       high = middle - 1;
     }
   }
-  const int64_t begin = p.offsets[low], length = p.offsets[low + 1] - begin;
+  // One document needs no look at memory, whose latency a persistent block would see with every chunk.
+  const bool only = p.num_documents == 1;
+  const int64_t begin = only ? 0 : p.offsets[low], length = only ? p.N : p.offsets[low + 1] - begin;
   Chunk chunk;
   chunk.document = low;
   chunk.index = static_cast<int>(slot - begin / kChunk - low);

@@ -19,8 +19,8 @@ struct LocalLayout {
   static constexpr int kG = kK + kChunk * kPitch;
   static constexpr int kNorms = kG + kChunk * kPitch;      // [2, C]
   static constexpr int kTotals = kNorms + 2 * kChunk * 4;  // [4, K]
-  static constexpr int kDtBias = kTotals + 4 * K * 4;       // [K]
-  static constexpr int kBeta = kDtBias + K * 4;        // [C]
+  static constexpr int kDtBias = kTotals + 4 * K * 4;      // [K]
+  static constexpr int kBeta = kDtBias + K * 4;            // [C]
   static constexpr int kDa = kBeta + kChunk * 4;           // [C, C]
   static constexpr int kDp = kDa + kLocalRowsBytes;
   static constexpr int kDiagonal = kDp + kLocalRowsBytes;        // [C]

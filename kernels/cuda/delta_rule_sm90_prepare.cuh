@@ -146,8 +146,7 @@ __device__ inline void prepare_beta(const DeltaRuleSm90& p, const DeltaRuleWorks
   w.beta[(slot * p.HV + head) * kChunk + i] = beta;
 }
 
-// kScores: with Aqk and M, for forward; else what backward needs besides: the totals and the norms.
-template <int K, bool kScores>
+template <int K>
 __global__ void __launch_bounds__(kPrepareThreads, 3)
     delta_rule_prepare_kernel(const DeltaRuleSm90 p, const DeltaRuleWorkspace w) {
   using Layout = PrepareLayout<K>;
@@ -191,7 +190,6 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
 
   // The norms of rows g and g + 8.
   float q_factor[2] = {p.scale, p.scale}, k_factor[2] = {1.0F, 1.0F};
-  float q_norm[2] = {1.0F, 1.0F};
   if (p.l2norm_qk) {
     float q_sum[2] = {0.0F, 0.0F}, k_sum[2] = {0.0F, 0.0F};
 #pragma unroll
@@ -211,8 +209,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
         q_sum[i] += exchange(q_sum[i], mask);
         k_sum[i] += exchange(k_sum[i], mask);
       }
-      q_norm[i] = reciprocal_root(q_sum[i] + p.l2norm_eps);
-      q_factor[i] = q_norm[i] * p.scale;
+      q_factor[i] = reciprocal_root(q_sum[i] + p.l2norm_eps) * p.scale;
       k_factor[i] = reciprocal_root(k_sum[i] + p.l2norm_eps);
     }
   }
@@ -259,16 +256,6 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
   sync_block();
   for (int c = thread; c < K; c += kPrepareThreads)
     w.decay[(slot * p.HV + head) * K + c] = totals[c] * totals[K + c] * totals[2 * K + c] * totals[3 * K + c];
-  if constexpr (!kScores) {
-    for (int i = thread; i < 4 * K; i += kPrepareThreads) w.totals[(slot * p.HV + head) * 4 * K + i] = totals[i];
-    if (t == 0) {
-      float* norms = w.norms + (slot * p.HV + head) * 2 * kChunk + 16 * b + g;
-      norms[0] = q_norm[0];
-      norms[8] = q_norm[1];
-      norms[kChunk] = k_factor[0];
-      norms[kChunk + 8] = k_factor[1];
-    }
-  }
 
   float near[3][2][4] = {};          // levels 1, 2, 4 of rows 0-7 and 8-15: q rows in [0], [1], k rows in [2], [3]
   float eight[4] = {};               // level 8, likewise
@@ -301,7 +288,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     for (int i = 0; i < 8; ++i) {
       suf[i] = 1.0F;
       total[i] = pre[i];
-      if constexpr (kScores) diagonal[i / 2 % 2] += q[i] * k[i];
+      diagonal[i / 2 % 2] += q[i] * k[i];
     }
     uint32_t aq[4], ak[4];
     const auto scale_by = [&](const float(&factor)[8]) {
@@ -315,13 +302,11 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
 #pragma unroll
     for (int level = 0; level < 3; ++level) {
       const bool second = (g >> level) % 2 == 1;
-      if constexpr (kScores) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) factor[i] = second ? pre[i] : suf[i];
-        scale_by(factor);
-        mma_k16(near[level][0], aq[0], ak[0], aq[2], ak[2], ak[0], ak[2]);
-        mma_k16(near[level][1], aq[1], ak[1], aq[3], ak[3], ak[1], ak[3]);
-      }
+      for (int i = 0; i < 8; ++i) factor[i] = second ? pre[i] : suf[i];
+      scale_by(factor);
+      mma_k16(near[level][0], aq[0], ak[0], aq[2], ak[2], ak[0], ak[2]);
+      mma_k16(near[level][1], aq[1], ak[1], aq[3], ak[3], ak[1], ak[3]);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float other = exchange(total[i], 4 << level);
@@ -333,12 +318,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
         total[i] *= other;
       }
     }
-    if constexpr (kScores) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) factor[i] = i / 2 % 2 == 1 ? pre[i] : suf[i];
-      scale_by(factor);
-      mma_k16(eight, aq[1], ak[1], aq[3], ak[3], ak[0], ak[2]);
-    }
+    for (int i = 0; i < 8; ++i) factor[i] = i / 2 % 2 == 1 ? pre[i] : suf[i];
+    scale_by(factor);
+    mma_k16(eight, aq[1], ak[1], aq[3], ak[3], ak[0], ak[2]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -358,42 +341,37 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
       after[c] = b == 3 ? 1.0F : b == 2 ? t3 : b == 1 ? t2 * t3 : t1 * t2 * t3;
       middle[c] = b == 0 ? t1 : b == 3 ? t2 : 1.0F;  // between this warp and the middle of the chunk
     }
-    if constexpr (kScores) {
-      const uint32_t slots = base + Layout::kExchange + (step % 2) * 2048 + 16 * lane;
-      float far_factor[8];  // level 32
+    const uint32_t slots = base + Layout::kExchange + (step % 2) * 2048 + 16 * lane;
+    float far_factor[8];  // level 32
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        factor[i] = b % 2 == 1 ? pre[i] : suf[i];  // level 16
-        far_factor[i] = (b < 2 ? suf[i] : pre[i]) * middle[i / 4 * 2 + i % 2];
-      }
-      scale_by(factor);
-      if (b == 0) *shared_pointer<uint4>(slots) = make_uint4(ak[0], ak[1], ak[2], ak[3]);
-      if (b == 2) *shared_pointer<uint4>(slots + 3 * 512) = make_uint4(ak[0], ak[1], ak[2], ak[3]);
-      uint32_t aq16[4], ak16[4];
+    for (int i = 0; i < 8; ++i) {
+      factor[i] = b % 2 == 1 ? pre[i] : suf[i];  // level 16
+      far_factor[i] = (b < 2 ? suf[i] : pre[i]) * middle[i / 4 * 2 + i % 2];
+    }
+    scale_by(factor);
+    if (b == 0) *shared_pointer<uint4>(slots) = make_uint4(ak[0], ak[1], ak[2], ak[3]);
+    if (b == 2) *shared_pointer<uint4>(slots + 3 * 512) = make_uint4(ak[0], ak[1], ak[2], ak[3]);
+    uint32_t aq16[4], ak16[4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        aq16[r] = aq[r];
-        ak16[r] = ak[r];
-      }
-      scale_by(far_factor);
-      if (b < 2) *shared_pointer<uint4>(slots + (1 + b) * 512) = make_uint4(ak[0], ak[1], ak[2], ak[3]);
-      sync_block();
-      const auto join = [&](float(&sums)[2][2][4], int from, const uint32_t(&second_q)[4],
-                            const uint32_t(&second_k)[4]) {
-        const uint4 first = *shared_pointer<const uint4>(slots + from * 512);
-        mma_k16(sums[0][0], second_q[0], second_q[1], second_q[2], second_q[3], first.x, first.z);
-        mma_k16(sums[0][1], second_k[0], second_k[1], second_k[2], second_k[3], first.x, first.z);
-        mma_k16(sums[1][0], second_q[0], second_q[1], second_q[2], second_q[3], first.y, first.w);
-        mma_k16(sums[1][1], second_k[0], second_k[1], second_k[2], second_k[3], first.y, first.w);
-      };
-      if (b == 1) join(far[0], 0, aq16, ak16);
-      if (b == 3) join(far[2], 3, aq16, ak16);
-      if (b >= 2) {
-        join(far[0], 1, aq, ak);
-        join(far[1], 2, aq, ak);
-      }
-    } else {
-      sync_warp();
+    for (int r = 0; r < 4; ++r) {
+      aq16[r] = aq[r];
+      ak16[r] = ak[r];
+    }
+    scale_by(far_factor);
+    if (b < 2) *shared_pointer<uint4>(slots + (1 + b) * 512) = make_uint4(ak[0], ak[1], ak[2], ak[3]);
+    sync_block();
+    const auto join = [&](float(&sums)[2][2][4], int from, const uint32_t(&second_q)[4], const uint32_t(&second_k)[4]) {
+      const uint4 first = *shared_pointer<const uint4>(slots + from * 512);
+      mma_k16(sums[0][0], second_q[0], second_q[1], second_q[2], second_q[3], first.x, first.z);
+      mma_k16(sums[0][1], second_k[0], second_k[1], second_k[2], second_k[3], first.x, first.z);
+      mma_k16(sums[1][0], second_q[0], second_q[1], second_q[2], second_q[3], first.y, first.w);
+      mma_k16(sums[1][1], second_k[0], second_k[1], second_k[2], second_k[3], first.y, first.w);
+    };
+    if (b == 1) join(far[0], 0, aq16, ak16);
+    if (b == 3) join(far[2], 3, aq16, ak16);
+    if (b >= 2) {
+      join(far[0], 1, aq, ak);
+      join(far[1], 2, aq, ak);
     }
     // The decayed operands, over the raw numbers that they come from.
 #pragma unroll
@@ -422,66 +400,64 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
       copy(w.kt, steps + piece / 2 * Layout::kStepBytes + row * 32 + 16 * (piece % 2));
     }
   }
-  if constexpr (kScores) {
-    sync_block();
-    const uint32_t l_address = base + Layout::kSteps, aqk_address = l_address + kScoreBytes;
-    float* l = shared_pointer<float>(l_address);
-    const float* beta = shared_pointer<const float>(base + Layout::kBeta);
-    for (int i = 0; i < 2; ++i) {
-      for (int mask = 1; mask < 4; mask *= 2) diagonal[i] += exchange(diagonal[i], mask);
-    }
-    const int column = 2 * t;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // pairs inside 8 rows
-      float pair[2][2];                     // [q, k][column]
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int apart = g ^ (column + i);
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          const float value = apart >= 4   ? near[2][half][2 * part + i]
-                              : apart >= 2 ? near[1][half][2 * part + i]
-                                           : near[0][half][2 * part + i];
-          pair[part][i] = column + i < g ? value : 0.0F;
-        }
-        if (column + i == g) pair[0][i] = diagonal[half];
-      }
-      const int row = 16 * b + 8 * half + g, first = 16 * b + 8 * half + column;
-      put_pair(aqk_address, row, first, pair[0][0], pair[0][1]);
-      l[row * kScorePitch + first] = beta[row] * pair[1][0];
-      l[row * kScorePitch + first + 1] = beta[row] * pair[1][1];
-    }
-    {
-      const int row = 16 * b + 8 + g, first = 16 * b + column;
-      put_pair(aqk_address, row, first, eight[0], eight[1]);
-      l[row * kScorePitch + first] = beta[row] * eight[2];
-      l[row * kScorePitch + first + 1] = beta[row] * eight[3];
-      put_pair(aqk_address, 16 * b + g, first + 8, 0.0F, 0.0F);
-    }
-#pragma unroll
-    for (int block = 0; block < 4; ++block) {
-      if (block == b) continue;
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {  // 8 columns
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {  // rows g, g + 8
-          const int row = 16 * b + 8 * i + g, first = 16 * block + 8 * part + column;
-          if (block < b && block < 3) {
-            constexpr int kLast = 2;
-            const auto& sums = far[block < kLast ? block : kLast][part];
-            put_pair(aqk_address, row, first, sums[0][2 * i], sums[0][2 * i + 1]);
-            l[row * kScorePitch + first] = beta[row] * sums[1][2 * i];
-            l[row * kScorePitch + first + 1] = beta[row] * sums[1][2 * i + 1];
-          } else {
-            put_pair(aqk_address, row, first, 0.0F, 0.0F);
-          }
-        }
-      }
-    }
-    // M takes the place of q and k, whose last readers have passed the barrier above.
-    invert_unit_lower(b, lane, l_address, base + Layout::kQ, aqk_address + kAqkBytes);
-    store_scores(p, w, chunk, head, base + Layout::kQ, aqk_address);
+  sync_block();
+  const uint32_t l_address = base + Layout::kSteps, aqk_address = l_address + kScoreBytes;
+  float* l = shared_pointer<float>(l_address);
+  const float* beta = shared_pointer<const float>(base + Layout::kBeta);
+  for (int i = 0; i < 2; ++i) {
+    for (int mask = 1; mask < 4; mask *= 2) diagonal[i] += exchange(diagonal[i], mask);
   }
+  const int column = 2 * t;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // pairs inside 8 rows
+    float pair[2][2];                     // [q, k][column]
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int apart = g ^ (column + i);
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const float value = apart >= 4   ? near[2][half][2 * part + i]
+                            : apart >= 2 ? near[1][half][2 * part + i]
+                                         : near[0][half][2 * part + i];
+        pair[part][i] = column + i < g ? value : 0.0F;
+      }
+      if (column + i == g) pair[0][i] = diagonal[half];
+    }
+    const int row = 16 * b + 8 * half + g, first = 16 * b + 8 * half + column;
+    put_pair(aqk_address, row, first, pair[0][0], pair[0][1]);
+    l[row * kScorePitch + first] = beta[row] * pair[1][0];
+    l[row * kScorePitch + first + 1] = beta[row] * pair[1][1];
+  }
+  {
+    const int row = 16 * b + 8 + g, first = 16 * b + column;
+    put_pair(aqk_address, row, first, eight[0], eight[1]);
+    l[row * kScorePitch + first] = beta[row] * eight[2];
+    l[row * kScorePitch + first + 1] = beta[row] * eight[3];
+    put_pair(aqk_address, 16 * b + g, first + 8, 0.0F, 0.0F);
+  }
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+    if (block == b) continue;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {  // 8 columns
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // rows g, g + 8
+        const int row = 16 * b + 8 * i + g, first = 16 * block + 8 * part + column;
+        if (block < b && block < 3) {
+          constexpr int kLast = 2;
+          const auto& sums = far[block < kLast ? block : kLast][part];
+          put_pair(aqk_address, row, first, sums[0][2 * i], sums[0][2 * i + 1]);
+          l[row * kScorePitch + first] = beta[row] * sums[1][2 * i];
+          l[row * kScorePitch + first + 1] = beta[row] * sums[1][2 * i + 1];
+        } else {
+          put_pair(aqk_address, row, first, 0.0F, 0.0F);
+        }
+      }
+    }
+  }
+  // M takes the place of q and k, whose last readers have passed the barrier above.
+  invert_unit_lower(b, lane, l_address, base + Layout::kQ, aqk_address + kAqkBytes);
+  store_scores(p, w, chunk, head, base + Layout::kQ, aqk_address);
 }
 
 }  // namespace palimpsest::cuda::sm90

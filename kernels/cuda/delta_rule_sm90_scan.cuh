@@ -9,7 +9,7 @@
 //             O^T = S^T Qb^T + X^T Aqk^T                  dV^T = Y^T diag(beta)
 //             S^T = S^T Diag(e^G_C) + X^T Kt              dS^T = dS^T Diag(e^G_C) + dO^T Qb - dV^T Kb
 //
-// Rows of a tile past the end of a short chunk keep finite numbers of earlier chunks (zeros at first) and meet zeros.
+// Rows of a tile past the end of a short chunk are 0, and so is all that comes of them.
 #pragma once
 
 #include "kernels/cuda/delta_rule_sm90_common.cuh"
@@ -100,6 +100,18 @@ __device__ inline void load_scan_chunk(const DeltaRuleSm90& p, const DeltaRuleWo
   async_copy_arrive(full);
 }
 
+// Zeros in the rows past the end of all tiles of a stage, by the loading warp.
+template <int K>
+__device__ inline void clear_tiles(uint32_t stage, int n, int lane) {
+  using Layout = ScanLayout<K>;
+  for (int tile = 0; tile < Layout::kRows; tile += kTileBytes) {
+    for (int i = 128 * n + 16 * lane; i < kTileBytes; i += 512)
+      *shared_pointer<uint4>(stage + tile + i) = make_uint4(0, 0, 0, 0);
+  }
+  async_fence();
+  sync_warp();
+}
+
 // Zeros in all stages, the barriers ready.
 template <int K>
 __device__ inline void start_scan(uint32_t base) {
@@ -125,6 +137,9 @@ __device__ inline void load_scan(const DeltaRuleSm90& p, const DeltaRuleWorkspac
     const int stage = i % kStages;
     if (i >= kStages)
       barrier_wait(base + Layout::kBarriers + 8 * (kStages + stage), static_cast<uint32_t>(i / kStages + 1) % 2);
+    if (forward && i >= kStages && i + 1 == task.num_chunks) {  // a short chunk comes last; backward it comes first
+      clear_tiles<K>(base + stage * Layout::kStageBytes, task.chunk(i).n, lane);
+    }
     load_scan_chunk<K>(p, w, task, task.chunk(forward ? i : task.num_chunks - 1 - i), rows,
                        base + stage * Layout::kStageBytes, base + Layout::kBarriers + 8 * stage, lane);
   }
@@ -143,13 +158,14 @@ __device__ inline void pack_operand(const float (&d)[2 * kSteps][4], uint32_t (&
   }
 }
 
-// d [64, 64 or K] += sign a B over kSteps steps of 16; K-major: B = tile^T, whose rows are split in halves of 64
+// d [64, 64 or K] (+)= sign a B over kSteps steps of 16; transposed: B = tile^T, whose rows are split in halves of 64
 // columns.
-template <int sign, int kSteps, int kTiles>
+template <bool accumulate, int kSteps, int kTiles>
 __device__ inline void multiply_transposed(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], uint32_t tile) {
+  warpgroup_product<Major::kK, 1, accumulate>(d, a[0], tile_descriptor(tile));
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step)
-    warpgroup_product<Major::kK, sign>(d, a[step], tile_descriptor(tile + step / 4 * kTileBytes + step % 4 * 32));
+  for (int step = 1; step < kSteps; ++step)
+    warpgroup_product<Major::kK, 1>(d, a[step], tile_descriptor(tile + step / 4 * kTileBytes + step % 4 * 32));
 }
 template <int sign, int kSteps, int kTiles>
 __device__ inline void multiply(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], uint32_t tile) {
@@ -226,15 +242,6 @@ __device__ inline void decay_state(uint32_t decay, int t, float (&s)[K / 8][4]) 
   }
 }
 
-// Zero in the columns of tokens past the end. Without a branch: products may be in flight.
-__device__ inline void mask_tokens(float (&d)[8][4], int n, int t) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) d[j][i] = 8 * j + 2 * t + i % 2 < n ? d[j][i] : 0.0F;
-  }
-}
-
 // 16 values of this warp and 64 tokens as operand A or in the layout of accumulators, from rows of tokens.
 __device__ inline void load_rows_transposed(uint32_t (&packed)[4][4], uint32_t rows, int warp, int lane) {
   const uint32_t address = rows + (lane / 16 * 8 + lane % 8) * kRowPitch + 2 * (16 * warp + lane / 8 % 2 * 8);
@@ -263,21 +270,19 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   uint32_t a[kSteps][4], o_packed[4][4];
   pack_operand<kSteps>(s, a);
   const auto store_o = [&](const Chunk& chunk) {
-    store_rows(o_packed, out, lane, chunk.n, row_of(p.o, chunk.first, task.head, p.V) + task.tile * kValueTile + 16 * warp,
-               p.o.stride);
+    store_rows(o_packed, out, lane, chunk.n,
+               row_of(p.o, chunk.first, task.head, p.V) + task.tile * kValueTile + 16 * warp, p.o.stride);
   };
   for (int index = 0; index < task.num_chunks; ++index) {
     const Chunk chunk = task.chunk(index);
     const uint32_t stage = base + index % kStages * Layout::kStageBytes;
     const uint32_t barrier = base + Layout::kBarriers + 8 * (index % kStages);
     barrier_wait(barrier, static_cast<uint32_t>(index / kStages) % 2);
-    float r[8][4] = {}, o[8][4] = {};
-    pin(r);
-    pin(o);
+    float r[8][4], o[8][4];
     warpgroup_fence();
-    multiply_transposed<1, kSteps>(r, a, stage + Layout::kKb);
+    multiply_transposed<false, kSteps>(r, a, stage + Layout::kKb);
     warpgroup_commit();
-    multiply_transposed<1, kSteps>(o, a, stage + Layout::kQb);
+    multiply_transposed<false, kSteps>(o, a, stage + Layout::kQb);
     warpgroup_commit();
     // While they run: what is left to store of the last chunk.
     uint32_t v[4][4];
@@ -300,18 +305,17 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     uint32_t x[4][4];
     pack_operand<4>(r, x);
     warpgroup_fence();
-    multiply_transposed<1, 4>(r, x, stage + Layout::kM);
+    multiply_transposed<true, 4>(r, x, stage + Layout::kM);
     warpgroup_commit();
     decay_state<K>(stage + Layout::kDecay, t, s);
     warpgroup_wait<0>();
     pin(r);
     pin(o);
-    mask_tokens(r, chunk.n, t);
     pack_operand<4>(r, x);
     warpgroup_fence();
     multiply<1, 4>(s, x, stage + Layout::kKt);
     warpgroup_commit();
-    multiply_transposed<1, 4>(o, x, stage + Layout::kAqk);
+    multiply_transposed<true, 4>(o, x, stage + Layout::kAqk);
     warpgroup_commit();
     if (w.x != nullptr)
       store_rows(x, out, lane, chunk.n,
@@ -357,11 +361,10 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     barrier_wait(barrier, static_cast<uint32_t>(i / kStages) % 2);
     load_rows_transposed(d_o, stage + Layout::kRows, warp, lane);
     decay_state<K>(stage + Layout::kDecay, t, ds);
-    float y[8][4] = {};
-    pin(y);
+    float y[8][4];
     pin(ds);
     warpgroup_fence();
-    multiply_transposed<1, kSteps>(y, a, stage + Layout::kKt);
+    multiply_transposed<false, kSteps>(y, a, stage + Layout::kKt);
     multiply<1, 4>(y, d_o, stage + Layout::kAqk);
     warpgroup_commit();
     multiply<1, 4>(ds, d_o, stage + Layout::kQb);
@@ -372,7 +375,6 @@ __global__ void __launch_bounds__(kScanThreads, 1)
           w.dstates + (((task.first_slot + index) * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
     warpgroup_wait<1>();
     pin(y);
-    mask_tokens(y, chunk.n, t);
     uint32_t x[4][4];
     pack_operand<4>(y, x);
     warpgroup_fence();
