@@ -73,7 +73,7 @@ void MpiSession::look_around_host() {
   check_mpi(MPI_Comm_free(&host), "MPI_Comm_free");
   const auto sharing =
       std::count_if(all.begin(), all.end(), [&](const cpu_set_t& other) { return CPU_EQUAL(&other, &mine); });
-  fair_threads_ = std::max<int64_t>(CPU_COUNT(&mine) / sharing, 1);
+  fair_threads_ = std::max<int64_t>(CPU_COUNT(&mine) / std::max<int64_t>(sharing, 1), 1);
 }
 
 void fail_job(int64_t rank, const std::string& why) {
