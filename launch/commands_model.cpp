@@ -80,6 +80,7 @@ int run_command(const EvalArguments& arguments, Ranks& ranks, Console& console) 
     prepare_evaluation(config, *bench, console);
   });
   std::vector<RankItem> contents;
+  contents.reserve(sets.size());
   for (const EvalSet& set : sets) contents.push_back(contents_of("data.eval " + set.name, *set.dataset));
   check_same_on_ranks(mesh.world(), contents);
   std::vector<std::pair<std::string, Evaluation>> evaluations;

@@ -91,6 +91,14 @@ TEST_F(FailingRank, ARankThatThrowsEndsTheJobWithItsCause) {
   EXPECT_NE(result.err.find(".h5"), std::string::npos) << result.err;
 }
 
+TEST_F(FailingRank, RepeatedNonFiniteStepsStopAllRanksWithFour) {
+  const ProgramResult result = run_command_line(
+      on_ranks(2, {"train", file_, "optimizer.lr=1e30", "optimizer.grad_clip=null", "train.max_skipped_steps=2"}));
+  EXPECT_EQ(result.exit_code, 4) << result.err;
+  EXPECT_EQ(support::count(result.err, "error: "), 1u) << result.err;
+  EXPECT_NE(result.err.find("the first tensor that went bad"), std::string::npos) << result.err;
+}
+
 TEST_F(FailingRank, AFullDiskOnOneRankEndsTheJobAndLeavesTheOlderCheckpoint) {
   const std::vector<std::string> arguments = {"train", file_, "checkpoint.every=2", "train.steps=12"};
   std::vector<std::string> words = mixed_ranks(arguments, arguments);
