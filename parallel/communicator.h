@@ -20,6 +20,8 @@ class Pending {
   virtual ~Pending() = default;
   // Returns when it is done. When the deadline passes, the job ends with exit status 3 (see watchdog.h).
   virtual void wait() = 0;
+  // Moves it on, where that takes calls of this process, and returns at once.
+  virtual void advance() {}
 };
 
 class Communicator {

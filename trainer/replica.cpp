@@ -16,6 +16,13 @@ std::vector<Slot> make_slots(const ParameterRegistry& registry) {
   return std::vector<Slot>(static_cast<size_t>(count));
 }
 
+// MPI moves data only inside its own calls.
+template <class Slot>
+void advance_all(std::vector<Slot>& slots) {
+  for (Slot& slot : slots)
+    for (const auto& collective : slot.pending) collective->advance();
+}
+
 void wait_all(std::vector<std::unique_ptr<Pending>>& pending) {
   for (const auto& collective : pending) collective->wait();
   pending.clear();
@@ -37,6 +44,7 @@ void WholeValues::start(Context& context, int64_t group) {
 
 void WholeValues::need_values(Context& context, int64_t group, int64_t next) {
   if (registry_.replica_share().zero < 3) return;
+  advance_all(slots_);
   start(context, group);
   if (next != kNoGroup && &slot_of(next) != &slot_of(group)) start(context, next);
   wait_all(slot_of(group).pending);
@@ -69,6 +77,7 @@ GradientReduction::GradientReduction(ParameterRegistry& registry, ParameterHooks
       reduced_(registry.groups().size(), false) {}
 
 void GradientReduction::need_values(Context& context, int64_t group, int64_t next) {
+  advance_all(slots_);
   values_.need_values(context, group, next);
 }
 
@@ -103,6 +112,7 @@ void GradientReduction::before_backward(Context& context, int64_t group) {
 
 void GradientReduction::after_backward(Context& context, int64_t group) {
   record(ReductionEvent::Kind::kBackwardEnds, group, micro_batch_);
+  advance_all(slots_);
   if (registry_.replica_share().size > 1 && (is_sharded() || is_last_)) start(context, group);
 }
 

@@ -37,7 +37,7 @@ SharedBatch batch_of_step(const ModelConfig& config, const Mesh& mesh, int64_t s
 }
 
 TEST_P(Zero, TwentyStepsOfAdamwEqualOneRanks) {
-  for (const MeshShape& shape : {MeshShape{2, 1, 1}, MeshShape{3, 1, 1}, MeshShape{2, 1, 2}}) {
+  for (const MeshShape& shape : {MeshShape{3, 1, 1}, MeshShape{2, 1, 2}}) {
     const auto mesh = this->mesh(shape);
     if (!mesh) continue;
     ModelConfig config = mpi_test::grouped_hybrid();
@@ -62,7 +62,7 @@ TEST_P(Zero, TwentyStepsOfAdamwEqualOneRanks) {
       EXPECT_LE(mpi_test::block_error(parameter, parameter.adam_v, whole.adam_v, first), 1e-9) << parameter.spec.name;
     }
   }
-  if (skip_ && mpi_test::world().world_size() < 2) GTEST_SKIP() << "needs 2 ranks";
+  if (skip_) GTEST_SKIP() << "needs 4 ranks";
 }
 
 // Tied embeddings are needed at both ends of a forward, and their gradient is complete at the end of the backward.
