@@ -12,7 +12,7 @@ class Trie {
  public:
   static constexpr int32_t kNone = -1;
 
-  // The text must not be empty; a later id takes the place of an earlier one.
+  // A later id takes the place of an earlier one; the empty text is no member.
   void add(std::string_view text, int32_t id) {
     Node* node = nullptr;
     uint32_t at = kRoot;
@@ -21,7 +21,7 @@ class Trie {
       if (node->index == kRoot) node->index = ++last_node_;
       at = node->index;
     }
-    node->id = id;
+    if (node != nullptr) node->id = id;
   }
 
   // Its id, or kNone.

@@ -6,7 +6,9 @@
 #include <functional>
 #include <thread>
 
+#include "data/dataset.h"
 #include "data/file_ops.h"
+#include "data/tokenizer.h"
 #include "tests/support/files.h"
 #include "tests/support/program.h"
 #include "tests/support/shard_files.h"
@@ -342,6 +344,54 @@ TEST(Program, TextGoesInAndComesOut) {
   const ProgramResult verified = run_palimpsest({"inspect", root / "run", "--verify"});
   EXPECT_EQ(verified.exit_code, 0);
   EXPECT_TRUE(is_one_line(verified.out)) << verified.out;
+}
+
+TEST(Program, TokenizersOfPublicModelsMakeShardsAndTakePrompts) {
+  const TempDirectory root;
+  std::string text;
+  for (int i = 0; i < 5000; ++i) text += "in the beginning was the word, number " + std::to_string(i % 7) + ".\n";
+  write_file(root / "text.txt", text);
+  const std::string folder = PALIMPSEST_SOURCE_DIR "/tests/data/tokenizers/", path = folder + "llama3/tokenizer.json";
+  const ProgramResult lossy = run_palimpsest(
+      {"tokenize", "--tokenizer", folder + "unigram/tokenizer.json", "--out", root / "lossy", root / "text.txt"});
+  EXPECT_EQ(lossy.exit_code, 0);
+  EXPECT_NE(lossy.out.find("warning: " + folder + "unigram/tokenizer.json cannot give every text back"),
+            std::string::npos)
+      << lossy.out;
+  const ProgramResult made =
+      run_palimpsest({"tokenize", "--tokenizer", path, "--out", root / "shards", root / "text.txt"});
+  ASSERT_EQ(made.exit_code, 0) << made.err;
+  EXPECT_EQ(made.out.find("warning"), std::string::npos);
+
+  const auto tokenizer = load_tokenizer(path);
+  std::vector<int32_t> expected = {tokenizer->bos()};
+  tokenizer->encode(text, expected);  // the shard's file was read and encoded in several windows
+  expected.push_back(tokenizer->eos());
+  const Dataset dataset(root / "shards");
+  std::vector<int32_t> ids(dataset.num_tokens());
+  dataset.read(0, ids);
+  EXPECT_TRUE(ids == expected);
+
+  const auto with = [&](std::vector<std::string> first, const std::vector<std::string>& last) {
+    first.emplace_back(std::string(PALIMPSEST_SOURCE_DIR) + "/configs/kda.yaml");
+    for (const std::string& field :
+         {"run.dir=" + (root / "run"), "data.train=" + (root / "shards"), "data.eval=" + (root / "shards"),
+          "data.tokenizer=" + path, "model.vocab_size=" + std::to_string(tokenizer->vocab_size()),
+          std::string("model.hidden_size=16"), std::string("model.kda={num_heads: 2, head_dim: 8}"),
+          std::string("model.mlp.intermediate_size=24"), std::string("data.sequence_length=64"),
+          std::string("train.steps=1"), std::string("hardware.peak_tflops=1")})
+      first.push_back(field);
+    first.insert(first.end(), last.begin(), last.end());
+    return first;
+  };
+  ASSERT_EQ(run_palimpsest(with({"train"}, {})).exit_code, 0);
+  const ProgramResult sample =
+      run_palimpsest(with({"generate"}, {"--prompt", "<|endoftext|>in the", "--max-tokens", "9"}));
+  EXPECT_EQ(sample.exit_code, 0) << sample.err;
+  EXPECT_TRUE(sample.out.starts_with("<|endoftext|>in the")) << sample.out;
+  write_file(root / "tokenizer.json", "{\"version\":\"1.0\",\"model\":{\"type\":\"WordLevel\"}}");
+  expect_user_error({"tokenize", "--tokenizer", root / "tokenizer.json", "--out", root / "none", root / "text.txt"},
+                    {"tokenizer.json.model: the kind 'WordLevel' is not supported"});
 }
 
 TEST(Program, ImportedModelIsEvaluated) {
