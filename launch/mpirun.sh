@@ -31,7 +31,8 @@ done
 # Containers run as root, and mpirun wants to be told that it may.
 ((EUID == 0)) && options+=(--allow-run-as-root)
 
-mpirun "${options[@]}" "$@" &
+# In a session of its own: a terminal sends its INT to all of its processes, and mpirun would end the job at once.
+setsid mpirun "${options[@]}" "$@" &
 child=$!
 
 asked=false

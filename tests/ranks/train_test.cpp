@@ -110,16 +110,20 @@ TEST_F(Ranks, ADifferenceBetweenRanksIsNamedWithTheRanks) {
 
 TEST_F(Ranks, SignalsToTheLauncherOrToOneRankSaveOnAll) {
   for (const int signal : {SIGTERM, SIGINT, SIGUSR1}) {
-    const bool to_one_rank = signal == SIGUSR1;
     Config config = config_;
     config.run.dir = root_ / ("signal-" + std::to_string(signal));
     RunningProgram program = RunningProgram::of_command_line(
         on_ranks(4, {"train", file_, "run.dir=" + config.run.dir, "train.steps=100000000", "train.eval_every=0"}));
     support::wait_for_steps(config, 3);
-    if (to_one_rank) {
-      ::kill(support::pid_of_rank(program.pid(), 2), signal);
-    } else {
-      program.signal(signal);
+    switch (signal) {
+      case SIGTERM:
+        program.signal(signal);
+        break;
+      case SIGINT:
+        program.interrupt_from_terminal();
+        break;
+      default:
+        ::kill(support::pid_of_rank(program.pid(), 2), signal);
     }
     const ProgramResult result = program.wait();
     EXPECT_EQ(result.exit_code, 0) << result.err;

@@ -80,8 +80,12 @@ RunningProgram::RunningProgram(Words words, const Environment& environment)
   CHECK(::posix_spawn_file_actions_init(&actions) == 0, "posix_spawn");
   ::posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, out_path_.c_str(), O_WRONLY | O_TRUNC, 0600);
   ::posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, err_path_.c_str(), O_WRONLY | O_TRUNC, 0600);
-  const int error = ::posix_spawn(&pid_, words.list[0].c_str(), &actions, nullptr, pointers_to(words.list).data(),
+  posix_spawnattr_t attributes;  // a process group of its own, as a terminal would give it
+  CHECK(::posix_spawnattr_init(&attributes) == 0, "posix_spawn");
+  ::posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);
+  const int error = ::posix_spawn(&pid_, words.list[0].c_str(), &actions, &attributes, pointers_to(words.list).data(),
                                   pointers_to(variables).data());
+  ::posix_spawnattr_destroy(&attributes);
   ::posix_spawn_file_actions_destroy(&actions);
   CHECK(error == 0, words.list[0], " does not start");
 }
@@ -94,6 +98,10 @@ RunningProgram::~RunningProgram() {
 
 void RunningProgram::signal(int number) const {
   CHECK(::kill(pid_, number) == 0, "the program has ended");
+}
+
+void RunningProgram::interrupt_from_terminal() const {
+  CHECK(::kill(-pid_, SIGINT) == 0, "the program has ended");
 }
 
 ProgramResult RunningProgram::wait() {

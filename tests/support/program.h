@@ -38,6 +38,7 @@ class RunningProgram {
   RunningProgram& operator=(const RunningProgram&) = delete;
 
   void signal(int number) const;
+  void interrupt_from_terminal() const;  // SIGINT to it and to the processes that it started in its group
   ProgramResult wait();
   int pid() const { return pid_; }
   std::string out_so_far() const;
