@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <string_view>
+#include <utility>
 
 #include "kernels/arena.h"
 #include "kernels/check.h"
@@ -124,6 +125,26 @@ std::vector<std::string> gather_texts(Communicator& group, const std::string& te
     uint64_t size = 0;
     std::memcpy(&size, all.data() + begin, sizeof(size));
     texts.push_back(all.substr(begin + sizeof(size), size));
+  }
+  return texts;
+}
+
+std::vector<std::string> texts_at_first(Communicator& group, const std::string& text) {
+  if (group.size() == 1) return {text};
+  HostStream stream;
+  auto bytes = static_cast<int64_t>(text.size());
+  std::vector<int64_t> all_bytes(static_cast<size_t>(group.size()));
+  group.all_gather(stream, Tensor(all_bytes.data(), DType::kI64, {group.size()}), Tensor(&bytes, DType::kI64, {1}));
+  std::string mine = text;
+  if (group.rank() != 0) {
+    if (bytes > 0) group.send_receive(stream, bytes_view(mine), 0, {}, -1);
+    return {};
+  }
+  std::vector<std::string> texts = {std::move(mine)};
+  for (int64_t from = 1; from < group.size(); ++from) {
+    std::string received(static_cast<size_t>(all_bytes[static_cast<size_t>(from)]), '\0');
+    if (!received.empty()) group.send_receive(stream, {}, -1, bytes_view(received), from);
+    texts.push_back(std::move(received));
   }
   return texts;
 }

@@ -20,6 +20,8 @@ int64_t sum_over(Communicator& group, int64_t value);
 std::optional<int64_t> first_rank_where(Communicator& group, bool yes);
 // Of all ranks, in their order. Texts may differ in length.
 std::vector<std::string> gather_texts(Communicator& group, const std::string& text);
+// The same on rank 0; elsewhere nothing. For texts so long that only one rank should hold all of them.
+std::vector<std::string> texts_at_first(Communicator& group, const std::string& text);
 // Rank 0's.
 std::string broadcast_text(Communicator& group, const std::string& text);
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "kernels/check.h"
+#include "trainer/replica.h"
 
 namespace palimpsest {
 
@@ -34,6 +35,25 @@ void cut(const Region& region, int64_t element_size, const std::function<void(co
     cut({with_extent(region.start, dim, region.start[dim] + done),
          with_extent(region.shape, dim, std::min(step, extent - done))},
         element_size, body);
+}
+
+// The parameter's tensors, each without blocks of no elements: a rank may hold nothing.
+void add_blocks(std::vector<CheckpointBlock>& blocks, const Parameter& parameter, CheckpointContent content,
+                ValueRows rows) {
+  const Shape& start = parameter.block.start;
+  const Shape shard_start = with_extent(start, 0, start[0] + parameter.shard.begin);
+  const auto add = [&](const char* part, const Shape& first, const Tensor& tensor) {
+    CHECK(tensor.defined(), part, " of ", parameter.spec.name, " is not bound");
+    if (tensor.numel() > 0)
+      blocks.push_back({std::string(part) + "/" + parameter.spec.name, parameter.spec.shape, first, tensor});
+  };
+  if (rows == ValueRows::kBlock)
+    add("model", start, parameter.value);
+  else
+    add("model", shard_start, parameter.shard_value());
+  if (content == CheckpointContent::kWeights) return;
+  add("adam_m", shard_start, parameter.adam_m);
+  add("adam_v", shard_start, parameter.adam_v);
 }
 
 template <class From, class To>
@@ -86,19 +106,17 @@ std::optional<Region> overlap(const Region& a, const Region& b) {
   return both;
 }
 
-std::vector<CheckpointBlock> whole_blocks(const ParameterRegistry& registry, CheckpointContent content) {
+std::vector<CheckpointBlock> owned_blocks(const ParameterRegistry& registry, CheckpointContent content) {
   std::vector<CheckpointBlock> blocks;
-  const auto add = [&](const char* part, const Parameter& parameter, const Tensor& tensor) {
-    CHECK(tensor.defined(), part, " of ", parameter.spec.name, " is not bound");
-    blocks.push_back({std::string(part) + "/" + parameter.spec.name, parameter.spec.shape,
-                      whole_region(tensor.shape()).start, tensor});
-  };
-  for (const Parameter& parameter : registry.parameters()) {
-    add("model", parameter, parameter.value);
-    if (content == CheckpointContent::kWeights) continue;
-    add("adam_m", parameter, parameter.adam_m);
-    add("adam_v", parameter, parameter.adam_v);
-  }
+  for (const Parameter& parameter : registry.parameters())
+    if (counts_in_sums(registry.tensor_share(), parameter)) add_blocks(blocks, parameter, content, ValueRows::kShard);
+  return blocks;
+}
+
+std::vector<CheckpointBlock> wanted_blocks(const ParameterRegistry& registry, CheckpointContent content,
+                                           ValueRows rows) {
+  std::vector<CheckpointBlock> blocks;
+  for (const Parameter& parameter : registry.parameters()) add_blocks(blocks, parameter, content, rows);
   return blocks;
 }
 

@@ -1,6 +1,6 @@
 // What a checkpoint is made of: rectangular blocks of global tensors. A dataset of a rank's file is one block; loading
-// puts any region of a tensor together from the blocks that overlap it. Today one rank holds every tensor whole; other
-// layouts pass other lists of blocks.
+// puts any region of a tensor together from the blocks that overlap it. Which blocks a rank writes and reads follows
+// from its registry alone: its part of the tensor group (Parameter::block) and its rows of that (Parameter::shard).
 #pragma once
 
 #include <cstddef>
@@ -37,8 +37,15 @@ struct CheckpointBlock {
   Region region() const { return {start, tensor.shape()}; }
 };
 
-// Every tensor of a registry, whole, in declaration order. kWeightsAndOptimizer needs a registry bound for training.
-std::vector<CheckpointBlock> whole_blocks(const ParameterRegistry& registry, CheckpointContent content);
+// What this rank writes, in declaration order: of every tensor the rows that it owns, so that all ranks together write
+// each element once. kWeightsAndOptimizer needs a registry bound for training.
+std::vector<CheckpointBlock> owned_blocks(const ParameterRegistry& registry, CheckpointContent content);
+
+// Which rows of the values a rank reads. Moments are always the shard's. Where ranks share the optimizer's work, each
+// reads its shard and gathers the rest from the others (replica.h): the files are then read once, not by every rank.
+enum class ValueRows : uint8_t { kShard, kBlock };
+std::vector<CheckpointBlock> wanted_blocks(const ParameterRegistry& registry, CheckpointContent content,
+                                           ValueRows rows);
 
 // The file size that these blocks need, from above (bytes).
 int64_t stored_bytes(const std::vector<CheckpointBlock>& blocks);

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "kernels/check.h"
+#include "parallel/agreement.h"
 
 namespace palimpsest {
 
@@ -40,6 +41,45 @@ std::string path_in(const std::string& directory, const std::string& name) {
 
 std::vector<std::string> names_in(const std::string& directory) {
   return is_directory(directory) ? list_directory(directory) : std::vector<std::string>();
+}
+
+// What rank 0 lists, on every rank.
+std::vector<CheckpointEntry> list_for_all(const std::string& directory, Communicator& world) {
+  constexpr char kEnd = '\0';
+  std::string text;
+  agree(world, [&] {
+    if (world.rank() != 0) return;
+    for (const CheckpointEntry& entry : list_checkpoints(directory))
+      text += fmt::format("{}{}{}", entry.has_manifest ? '+' : '-', entry.path, kEnd);
+  });
+  text = broadcast_text(world, text);
+  std::vector<CheckpointEntry> entries;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = text.find(kEnd, begin);
+    CheckpointEntry entry = {.path = text.substr(begin + 1, end - begin - 1), .has_manifest = text[begin] == '+'};
+    entry.step = parse_name(std::string_view(entry.path).substr(directory.size() + 1)).value().step;
+    entries.push_back(std::move(entry));
+    begin = end + 1;
+  }
+  return entries;
+}
+
+// Uses a checkpoint on every rank. Returns the damage that the first rank with any found.
+std::optional<std::string> try_to_use(const std::string& path, const UseCheckpoint& use, Communicator& world) {
+  std::string damage;
+  agree(world, [&] {
+    try {
+      CheckpointReader reader(path);
+      use(reader);
+    } catch (const CheckpointDamage& error) {
+      damage = error.what();
+    }
+  });
+  if (max_over(world, damage.empty() ? 0 : 1) == 0) return std::nullopt;
+  const std::vector<std::string> all = gather_texts(world, damage);
+  for (size_t rank = 0; rank < all.size(); ++rank)
+    if (!all[rank].empty()) return all.size() == 1 ? all[rank] : fmt::format("rank {}: {}", rank, all[rank]);
+  return std::nullopt;
 }
 
 // Runs `body`; a failure becomes a line of text.
@@ -77,37 +117,35 @@ std::vector<CheckpointEntry> list_checkpoints(const std::string& directory) {
   return entries;
 }
 
-NewestCheckpoint use_newest_checkpoint(const std::string& directory, const UseCheckpoint& use) {
+NewestCheckpoint use_newest_checkpoint(const std::string& directory, const UseCheckpoint& use, Communicator& world) {
   NewestCheckpoint newest;
-  std::string damage;
-  std::vector<CheckpointEntry> entries = list_checkpoints(directory);
+  std::string all_damage;
+  const std::vector<CheckpointEntry> entries = list_for_all(directory, world);
   for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
     if (!entry->has_manifest) {
       newest.skipped.push_back({entry->step, entry->path, "its save was not finished (no manifest.json)"});
       continue;
     }
-    try {
-      CheckpointReader reader(entry->path);
-      use(reader);
+    const std::optional<std::string> damage = try_to_use(entry->path, use, world);
+    if (!damage) {
       newest.path = entry->path;
       return newest;
-    } catch (const CheckpointDamage& error) {
-      newest.skipped.push_back({entry->step, entry->path, error.what()});
-      damage += std::string("; ") + error.what();
     }
+    newest.skipped.push_back({entry->step, entry->path, *damage});
+    all_damage += "; " + *damage;
   }
-  if (!damage.empty()) throw_user_error(directory, ": every checkpoint is damaged", damage);
+  if (!all_damage.empty()) throw_user_error(directory, ": every checkpoint is damaged", all_damage);
   return newest;
 }
 
-NewestCheckpoint use_checkpoint(const std::string& path, const UseCheckpoint& use) {
-  if (has_manifest(path)) {
-    CheckpointReader reader(path);
-    use(reader);
+NewestCheckpoint use_checkpoint(const std::string& path, const UseCheckpoint& use, Communicator& world) {
+  const auto first_sees = [&](bool seen) { return max_over(world, world.rank() == 0 && seen ? 1 : 0) == 1; };
+  if (first_sees(has_manifest(path))) {
+    if (const auto damage = try_to_use(path, use, world)) throw CheckpointDamage(*damage);
     return {path, {}};
   }
   const std::string inside = path + "/checkpoints";
-  NewestCheckpoint newest = use_newest_checkpoint(is_directory(inside) ? inside : path, use);
+  NewestCheckpoint newest = use_newest_checkpoint(first_sees(is_directory(inside)) ? inside : path, use, world);
   if (!newest.path)
     throw_user_error(path,
                      ": no checkpoint here; expected a checkpoint's folder (with a manifest.json), or a run's with a "
@@ -169,17 +207,22 @@ std::vector<std::string> remove_old_checkpoints(const std::string& directory, in
   return failures;
 }
 
-void check_room_for_checkpoints(const std::string& directory, int64_t bytes_each, int64_t keep_last) {
-  const std::vector<CheckpointEntry> entries = list_checkpoints(directory);
-  const int64_t held =
-      std::count_if(entries.begin(), entries.end(), [](const CheckpointEntry& entry) { return entry.has_manifest; });
-  const int64_t to_come = std::max<int64_t>(1, keep_last + 1 - held);
-  const int64_t available = free_bytes(directory);
-  if (available < to_come * bytes_each)
-    throw_user_error(directory, ": ", to_come * bytes_each, " bytes are required (", to_come, " checkpoints of ",
-                     bytes_each, ") but ", available,
-                     " bytes are free; make room, set run.dir to another place, or lower checkpoint.keep_last");
-  check_writable(directory, 0);  // last: it makes the folder
+void check_room_for_checkpoints(const std::string& directory, int64_t bytes_each, int64_t keep_last,
+                                Communicator& world) {
+  const int64_t bytes = sum_over(world, bytes_each);
+  agree(world, [&] {
+    if (world.rank() != 0) return;
+    const std::vector<CheckpointEntry> entries = list_checkpoints(directory);
+    const int64_t held =
+        std::count_if(entries.begin(), entries.end(), [](const CheckpointEntry& entry) { return entry.has_manifest; });
+    const int64_t to_come = std::max<int64_t>(1, keep_last + 1 - held);
+    const int64_t available = free_bytes(directory);
+    if (available < to_come * bytes)
+      throw_user_error(directory, ": ", to_come * bytes, " bytes are required (", to_come, " checkpoints of ", bytes,
+                       ") but ", available,
+                       " bytes are free; make room, set run.dir to another place, or lower checkpoint.keep_last");
+  });
+  agree(world, [&] { check_writable(directory, 0); });  // last: it makes the folder
 }
 
 FileDescriptor lock_checkpoints(const std::string& directory) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "data/file_ops.h"
+#include "parallel/mesh.h"
 #include "trainer/checkpoint_reader.h"
 
 namespace palimpsest {
@@ -45,11 +46,15 @@ struct NewestCheckpoint {
 };
 // Opens the newest checkpoint and calls `use` with it; on CheckpointDamage, from opening or from `use`, goes on with
 // the next older one. Throws a UserError when there are checkpoints and all are damaged. Other errors of `use` pass.
+// Every rank of `world` makes the same call and uses the same checkpoint: rank 0 lists them, and damage that one rank
+// finds, or another error, is one of all. No collectives in `use`.
 using UseCheckpoint = std::function<void(CheckpointReader&)>;
-NewestCheckpoint use_newest_checkpoint(const std::string& directory, const UseCheckpoint& use);
+NewestCheckpoint use_newest_checkpoint(const std::string& directory, const UseCheckpoint& use,
+                                       Communicator& world = Mesh::single().world());
 // The same where `path` (from=..., resume=...) is a checkpoint itself, a run's folder, or its folder of checkpoints.
 // Throws a UserError where it is none of them or holds no checkpoint.
-NewestCheckpoint use_checkpoint(const std::string& path, const UseCheckpoint& use);
+NewestCheckpoint use_checkpoint(const std::string& path, const UseCheckpoint& use,
+                                Communicator& world = Mesh::single().world());
 
 // Removes what killed saves left and puts back what they had moved aside; returns what was done, a line each.
 std::vector<std::string> remove_leftovers(const std::string& directory);
@@ -65,12 +70,14 @@ void settle_replaced(const std::string& folder);
 std::vector<std::string> remove_old_checkpoints(const std::string& directory, int64_t newest, int64_t keep_last,
                                                 int64_t keep_every, const std::vector<int64_t>& damaged);
 
-// Makes the folder when missing. Throws a UserError unless it can be written to and has room for the checkpoints of
-// `bytes_each` that will stand in it at a time: keep_last and the one being written, less those it already holds.
-void check_room_for_checkpoints(const std::string& directory, int64_t bytes_each, int64_t keep_last);
+// Makes the folder when missing. Throws a UserError unless every rank can write to it and it has room for the
+// checkpoints that will stand in it at a time: keep_last and the one being written, less those it already holds. Each
+// rank gives the bytes of its own file.
+void check_room_for_checkpoints(const std::string& directory, int64_t bytes_each, int64_t keep_last,
+                                Communicator& world = Mesh::single().world());
 
-// Held by the one process that saves into the folder. Throws a UserError when another holds it; a file system without
-// locks is taken as it is.
+// Held by the one process that saves into the folder: rank 0. Throws a UserError when another holds it; a file system
+// without locks is taken as it is.
 FileDescriptor lock_checkpoints(const std::string& directory);
 
 }  // namespace palimpsest

@@ -172,17 +172,24 @@ DatasetRecord read_dataset_record(const Fields& fields) {
 void check_covered_once(const Manifest& manifest, const std::string& path) {
   std::map<std::string, std::vector<const DatasetRecord*>> blocks_by_name;
   for (const DatasetRecord& dataset : manifest.datasets) blocks_by_name[dataset.name].push_back(&dataset);
-  for (const auto& [name, blocks] : blocks_by_name) {
+  for (auto& [name, blocks] : blocks_by_name) {
     const auto complain = [&, &name = name](const char* what) {
       throw CheckpointDamage(fmt::format("{}: dataset '{}' {}", path, name, what));
     };
     int64_t elements = 0;
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      if (blocks[i]->global_shape != blocks[0]->global_shape || blocks[i]->dtype != blocks[0]->dtype)
+    for (const DatasetRecord* block : blocks) {
+      if (block->global_shape != blocks[0]->global_shape || block->dtype != blocks[0]->dtype)
         complain("has blocks of different tensors");
-      for (size_t j = 0; j < i; ++j)
-        if (overlap(blocks[i]->region, blocks[j]->region)) complain("has blocks that overlap");
-      elements += blocks[i]->region.shape.numel();
+      elements += block->region.shape.numel();
+    }
+    // From the top row down, a block can only overlap those that start above its last row.
+    std::sort(blocks.begin(), blocks.end(),
+              [](const DatasetRecord* a, const DatasetRecord* b) { return a->region.start[0] < b->region.start[0]; });
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      const Region& above = blocks[i]->region;
+      const int64_t end = above.start[0] + above.shape[0];
+      for (size_t j = i + 1; j < blocks.size() && blocks[j]->region.start[0] < end; ++j)
+        if (overlap(above, blocks[j]->region)) complain("has blocks that overlap");
     }
     if (elements != blocks[0]->global_shape.numel()) complain("is not covered by its blocks");
   }
@@ -213,6 +220,25 @@ std::string_view covered_part(std::string_view text, const std::string& path) {
 }
 
 }  // namespace
+
+std::string to_text(const RankFile& rank_file) {
+  Json json = {{"file", to_json(rank_file.file)}, {"datasets", Json::array()}};
+  for (const DatasetRecord& dataset : rank_file.datasets) json["datasets"].push_back(to_json(dataset));
+  return dump(json);
+}
+
+RankFile parse_rank_file(std::string_view text) {
+  const Json json = Json::parse(text);
+  const Fields fields(json, "the list of a rank's blocks");
+  RankFile rank_file = {read_file_record(Fields(fields.at("file"), "the list of a rank's blocks: file")), {}};
+  fields.for_each("datasets", [&](const Fields& record) { rank_file.datasets.push_back(read_dataset_record(record)); });
+  return rank_file;
+}
+
+void check_complete(const Manifest& manifest, const std::string& path) {
+  check_files(manifest, path);
+  check_covered_once(manifest, path);
+}
 
 std::string to_text(const Manifest& manifest) {
   const CheckpointHeader& header = manifest.header;
@@ -251,8 +277,7 @@ Manifest parse_manifest(std::string_view text, const std::string& path) {
   Fields(fields.at("world"), path + ": world").read_into(manifest.header.world);
   fields.for_each("files", [&](const Fields& file) { manifest.files.push_back(read_file_record(file)); });
   fields.for_each("datasets", [&](const Fields& record) { manifest.datasets.push_back(read_dataset_record(record)); });
-  check_files(manifest, path);
-  check_covered_once(manifest, path);
+  check_complete(manifest, path);
   return manifest;
 }
 

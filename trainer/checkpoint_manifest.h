@@ -97,6 +97,18 @@ struct Manifest {
   std::vector<DatasetRecord> datasets;
 };
 
+// One rank's part of it: its file, and what stands in it.
+struct RankFile {
+  FileRecord file;
+  std::vector<DatasetRecord> datasets;
+};
+std::string to_text(const RankFile& rank_file);
+RankFile parse_rank_file(std::string_view text);
+
+// That the blocks of every dataset cover it exactly once, and that each stands in a listed file of its own. `path`
+// stands in messages. Throws CheckpointDamage.
+void check_complete(const Manifest& manifest, const std::string& path);
+
 std::string to_text(const Manifest& manifest);
 // Checks everything that can be checked without the other files: checksum, fields, and that the blocks of every dataset
 // cover it exactly once. `path` stands in messages. Throws CheckpointDamage, or a UserError for a newer format.

@@ -64,10 +64,10 @@ CheckpointReader::CheckpointReader(std::string folder) : folder_(std::move(folde
   }
 }
 
-void CheckpointReader::load(ParameterRegistry& registry, CheckpointContent content,
+void CheckpointReader::load(ParameterRegistry& registry, CheckpointContent content, ValueRows rows,
                             const std::function<void(int64_t bytes)>& progress) {
   check_parameters(registry, content);
-  for (const CheckpointBlock& block : whole_blocks(registry, content)) {
+  for (const CheckpointBlock& block : wanted_blocks(registry, content, rows)) {
     read(block);
     if (progress) progress(block.tensor.bytes());
   }
@@ -170,6 +170,7 @@ void CheckpointReader::read_part(const DatasetRecord& stored, const Region& part
       else
         source.read(stored.name, std::span(reinterpret_cast<float*>(bytes.data()), count), start, shape);
     });
+    bytes_read_ += static_cast<int64_t>(bytes.size());
     checksum = crc32_of(bytes, checksum);
     use(piece, bytes);
   });

@@ -29,7 +29,7 @@ class CheckpointReader {
   // UserError that lists what is missing, extra or of another shape. Weights alone are converted between f32 and f64;
   // optimizer state asks for the same. On CheckpointDamage some of the registry may have been overwritten.
   // `progress` is told the bytes of each block that was read.
-  void load(ParameterRegistry& registry, CheckpointContent content,
+  void load(ParameterRegistry& registry, CheckpointContent content, ValueRows rows = ValueRows::kBlock,
             const std::function<void(int64_t bytes)>& progress = {});
 
   // The two halves of it, for ranks that hold parts.
@@ -37,6 +37,8 @@ class CheckpointReader {
   // Reads the block from the stored ones that overlap it, and no others. A stored block read whole is held against its
   // checksum of the manifest; every piece is against those of the file.
   void read(const CheckpointBlock& block);
+
+  int64_t bytes_read() const { return bytes_read_; }  // of the tensors' elements in the files, so far
 
   // Reads every stored block whole and checks every checksum; returns what is damaged, a line each. `observe` is given
   // the elements as they pass, block after block.
@@ -54,6 +56,7 @@ class CheckpointReader {
   Manifest manifest_;
   std::multimap<std::string, size_t> blocks_;  // dataset name -> index in manifest_.datasets
   std::map<std::string, Hdf5File> files_;      // opened so far
+  int64_t bytes_read_ = 0;
 };
 
 }  // namespace palimpsest

@@ -1,88 +1,71 @@
 #include "trainer/checkpoint_writer.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
-#include <chrono>
 #include <cstring>
+#include <exception>
 #include <filesystem>
-#include <span>
+#include <iterator>
 #include <utility>
 
-#include "data/hdf5_file.h"
 #include "kernels/check.h"
+#include "parallel/agreement.h"
 #include "trainer/checkpoint_folder.h"
 
 namespace palimpsest {
 
 namespace {
 
-std::span<const std::byte> bytes_of(const Tensor& tensor) {
-  check_contiguous("block", tensor);
-  return {static_cast<const std::byte*>(tensor.raw()), static_cast<size_t>(tensor.bytes())};
+std::string partial_of(const std::string& folder) {
+  return folder + std::string(kPartialSuffix);
 }
 
-template <class T>
-std::span<const T> elements_of(const Tensor& tensor) {
-  return {tensor.data<T>(), static_cast<size_t>(tensor.numel())};
+// Every rank must write where rank 0 looks.
+void check_files_are_seen(const std::string& folder, const Manifest& manifest) {
+  for (const FileRecord& file : manifest.files) {
+    const std::string path = folder + "/" + file.name;
+    if (!path_exists(path) || file_size(path) != file.bytes)
+      throw_user_error(path, ": ", path_exists(path) ? "is not as its rank wrote it" : "its rank wrote it",
+                       path_exists(path) ? "" : ", but rank 0 does not see it",
+                       "; run.dir must be on a file system that all ranks share");
+  }
 }
 
-void write_block(Hdf5File& file, const CheckpointBlock& block) {
-  const Tensor& tensor = block.tensor;
-  const bool wide = tensor.dtype() == DType::kF64;
-  file.create_dataset(block.name, wide ? Hdf5Type::kF64 : Hdf5Type::kF32, extents_of(tensor.shape()),
-                      piece_bytes(tensor.shape(), tensor.dtype()));
-  file.set_ints(block.name, "global_shape", extents_of(block.global_shape));
-  file.set_ints(block.name, "start", extents_of(block.start));
-  if (wide)
-    file.write(block.name, elements_of<double>(tensor));
-  else
-    file.write(block.name, elements_of<float>(tensor));
+void make_empty(const std::string& folder) {
+  if (path_exists(folder)) remove_tree(folder);
+  create_directories(folder);
 }
 
-FinishedSave save_one(const SavePolicy& policy, const CheckpointHeader& header,
-                      const std::vector<CheckpointBlock>& blocks, const std::vector<int64_t>& damaged) {
-  const auto start = std::chrono::steady_clock::now();
+FinishedSave publish_save(const SavePolicy& policy, const std::string& folder, const Manifest& manifest,
+                          const std::vector<int64_t>& damaged) {
   FinishedSave done;
-  done.step = header.state.step;
-  done.path = policy.directory + "/" + checkpoint_name(done.step);
-  done.warnings = write_checkpoint(done.path, header, blocks);
+  done.step = manifest.header.state.step;
+  done.path = folder;
+  done.warnings = publish_checkpoint(folder, manifest);
   for (std::string& failure :
        remove_old_checkpoints(policy.directory, done.step, policy.keep_last, policy.keep_every, damaged))
     done.warnings.push_back(std::move(failure));
-  done.bytes = file_size(done.path + "/" + rank_file_name(0, 1));
-  done.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  for (const FileRecord& file : manifest.files) done.bytes += file.bytes;
   return done;
+}
+
+Manifest manifest_of(const CheckpointHeader& header, const std::vector<std::string>& rank_files) {
+  Manifest manifest{header, {}, {}};
+  for (const std::string& text : rank_files) {
+    RankFile rank = parse_rank_file(text);
+    manifest.files.push_back(std::move(rank.file));
+    std::move(rank.datasets.begin(), rank.datasets.end(), std::back_inserter(manifest.datasets));
+  }
+  return manifest;
 }
 
 }  // namespace
 
-std::string rank_file_name(int64_t rank, int64_t num_ranks) {
-  return fmt::format("rank-{:05}-of-{:05}.h5", rank, num_ranks);
-}
-
-RankFile write_rank_file(const std::string& folder, int64_t rank, int64_t num_ranks,
-                         const std::vector<CheckpointBlock>& blocks) {
-  RankFile result;
-  result.file.name = rank_file_name(rank, num_ranks);
-  const std::string path = folder + "/" + result.file.name;
-  Hdf5File file = Hdf5File::create(path);
-  for (const CheckpointBlock& block : blocks) {
-    if (block.tensor.numel() == 0) continue;  // a rank may hold nothing of a tensor
-    write_block(file, block);
-    result.datasets.push_back({block.name, result.file.name, block.global_shape, block.region(), block.tensor.dtype(),
-                               crc32_of(bytes_of(block.tensor))});
-  }
-  file.close();
-  sync_file(path);
-  result.file.bytes = file_size(path);
-  return result;
-}
-
 std::vector<std::string> publish_checkpoint(const std::string& folder, const Manifest& manifest) {
-  const std::string partial = folder + std::string(kPartialSuffix);
+  const std::string partial = partial_of(folder);
   const std::string replaced = folder + std::string(kReplacedSuffix);
   const std::string parent = std::filesystem::path(folder).parent_path().string();
+  check_complete(manifest, folder);
+  check_files_are_seen(partial, manifest);
   sync_directory(partial);
   if (path_exists(replaced)) settle_replaced(folder);
   if (has_manifest(folder)) {
@@ -114,19 +97,26 @@ std::vector<std::string> publish_checkpoint(const std::string& folder, const Man
 }
 
 std::vector<std::string> write_checkpoint(const std::string& path, const CheckpointHeader& header,
-                                          const std::vector<CheckpointBlock>& blocks) {
+                                          const FillRankFile& fill) {
   const std::string folder = path.substr(0, path.find_last_not_of('/') + 1);  // "out/" is "out"
-  const std::string partial = folder + std::string(kPartialSuffix);
+  const std::string partial = partial_of(folder);
   try {
-    if (path_exists(partial)) remove_tree(partial);
-    create_directories(partial);
-    RankFile rank = write_rank_file(partial, 0, 1, blocks);
-    Manifest manifest{header, {std::move(rank.file)}, std::move(rank.datasets)};
-    return publish_checkpoint(folder, manifest);
+    make_empty(partial);
+    RankFileWriter file(partial, 0, 1);
+    fill(file);
+    RankFile rank = file.finish();
+    return publish_checkpoint(folder, {header, {std::move(rank.file)}, std::move(rank.datasets)});
   } catch (...) {
     try_remove(partial);
     throw;
   }
+}
+
+std::vector<std::string> write_checkpoint(const std::string& path, const CheckpointHeader& header,
+                                          const std::vector<CheckpointBlock>& blocks) {
+  return write_checkpoint(path, header, [&](RankFileWriter& file) {
+    for (const CheckpointBlock& block : blocks) file.add(block);
+  });
 }
 
 std::vector<CheckpointBlock> allocate_snapshot(const std::vector<CheckpointBlock>& blocks, Arena& arena) {
@@ -136,48 +126,112 @@ std::vector<CheckpointBlock> allocate_snapshot(const std::vector<CheckpointBlock
 }
 
 CheckpointWriter::CheckpointWriter(SavePolicy policy, std::vector<CheckpointBlock> blocks,
-                                   std::optional<std::vector<CheckpointBlock>> snapshot)
-    : policy_(std::move(policy)),
-      blocks_(std::move(blocks)),
-      snapshot_(std::move(snapshot)),
-      lock_(lock_checkpoints(policy_.directory)),
-      leftovers_(remove_leftovers(policy_.directory)) {
+                                   std::optional<std::vector<CheckpointBlock>> snapshot, Communicator& world)
+    : policy_(std::move(policy)), blocks_(std::move(blocks)), snapshot_(std::move(snapshot)), world_(world) {
   CHECK(!snapshot_ || snapshot_->size() == blocks_.size(), "a snapshot of other blocks");
-}
-
-CheckpointWriter::~CheckpointWriter() {
-  if (pending_.valid()) pending_.wait();
-}
-
-void CheckpointWriter::save(CheckpointHeader header) {
-  wait();
-  std::erase(damaged_, header.state.step);  // written anew
-  if (!snapshot_) {
-    finished_.push_back(save_one(policy_, header, blocks_, damaged_));
-    return;
-  }
-  for (size_t i = 0; i < blocks_.size(); ++i) {
-    const std::span<const std::byte> live = bytes_of(blocks_[i].tensor);
-    CHECK((*snapshot_)[i].tensor.shape() == blocks_[i].tensor.shape(), "a snapshot of other blocks");
-    std::memcpy((*snapshot_)[i].tensor.raw(), live.data(), live.size());
-  }
-  pending_ = std::async(std::launch::async, [this, header = std::move(header), damaged = damaged_] {
-    return save_one(policy_, header, *snapshot_, damaged);
+  agree(world_, [&] {
+    if (!is_first()) return;
+    lock_ = lock_checkpoints(policy_.directory);
+    leftovers_ = remove_leftovers(policy_.directory);
   });
 }
 
-void CheckpointWriter::wait() {
-  if (pending_.valid()) finished_.push_back(pending_.get());
+CheckpointWriter::~CheckpointWriter() {
+  try {
+    if (world_.size() == 1) settle();
+  } catch (const std::exception&) {
+    // finish() would have told.
+  }
+  if (written_.valid()) written_.wait();
+  if (published_.valid()) published_.wait();
+}
+
+void CheckpointWriter::save(CheckpointHeader header) {
+  settle();
+  begin_ = Clock::now();
+  header_ = std::move(header);
+  folder_ = policy_.directory + "/" + checkpoint_name(header_.state.step);
+  std::erase(damaged_, header_.state.step);  // written anew
+  agree_or_clean_up([&] {
+    if (is_first()) make_empty(partial_of(folder_));
+  });
+  if (snapshot_) {
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      const Tensor &live = blocks_[i].tensor, &copy = (*snapshot_)[i].tensor;
+      check_contiguous("block", live);
+      CHECK(copy.shape() == live.shape(), "a snapshot of other blocks");
+      std::memcpy(copy.raw(), live.raw(), static_cast<size_t>(live.bytes()));
+    }
+  }
+  phase_ = Phase::kWriting;
+  written_ = std::async(std::launch::async, [this] {
+    RankFileWriter file(partial_of(folder_), world_.rank(), world_.size());
+    for (const CheckpointBlock& block : snapshot_ ? *snapshot_ : blocks_) file.add(block);
+    return file.finish();
+  });
+  if (!snapshot_) settle();
 }
 
 std::vector<FinishedSave> CheckpointWriter::take_finished() {
-  if (pending_.valid() && pending_.wait_for(std::chrono::seconds(0)) == std::future_status::ready) wait();
+  while (phase_ != Phase::kIdle && all_ranks_done({})) end_phase();
   return std::exchange(finished_, {});
 }
 
 std::vector<FinishedSave> CheckpointWriter::finish() {
-  wait();
+  settle();
   return std::exchange(finished_, {});
+}
+
+void CheckpointWriter::settle() {
+  // Ranks ask each other often rather than wait in a collective, whose deadline a slow disk must not meet.
+  while (phase_ != Phase::kIdle)
+    if (all_ranks_done(std::chrono::milliseconds(200))) end_phase();
+}
+
+bool CheckpointWriter::all_ranks_done(Clock::duration patience) {
+  const auto is_done = [&](const auto& task) {
+    return !task.valid() || task.wait_for(patience) == std::future_status::ready;
+  };
+  const bool done = is_done(written_) && is_done(published_);
+  return max_over(world_, done ? 0 : 1) == 0;
+}
+
+void CheckpointWriter::end_phase() {
+  const Phase ended = std::exchange(phase_, Phase::kIdle);
+  if (ended == Phase::kWriting) {
+    RankFile mine;
+    agree_or_clean_up([&] { mine = written_.get(); });
+    gather_and_publish(mine);
+    return;
+  }
+  FinishedSave done = {.step = header_.state.step, .path = folder_};
+  agree_or_clean_up([&] {
+    if (is_first()) done = published_.get();
+  });
+  finished_.push_back(std::move(done));
+}
+
+void CheckpointWriter::gather_and_publish(const RankFile& mine) {
+  std::vector<std::string> rank_files = texts_at_first(world_, to_text(mine));
+  phase_ = Phase::kPublishing;
+  if (!is_first()) return;
+  published_ = std::async(std::launch::async, [this, rank_files = std::move(rank_files), damaged = damaged_] {
+    FinishedSave done = publish_save(policy_, folder_, manifest_of(header_, rank_files), damaged);
+    done.seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
+    return done;
+  });
+}
+
+template <class Body>
+void CheckpointWriter::agree_or_clean_up(Body&& body) {
+  try {
+    agree(world_, body);
+  } catch (...) {
+    // Every rank is here. None goes on, and perhaps ends the job, before the files are gone.
+    if (is_first()) try_remove(partial_of(folder_));
+    max_over(world_, 0);
+    throw;
+  }
 }
 
 }  // namespace palimpsest

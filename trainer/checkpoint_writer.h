@@ -1,8 +1,15 @@
-// Writing checkpoints, in the background or not; the files are the same. What stands on the disk at every moment of a
-// save: checkpoint_folder.h.
+// Writing checkpoints from any number of ranks, in the background or not; the files are the same. What stands on the
+// disk at every moment of a save: checkpoint_folder.h.
+//
+// Every rank writes a file of its own in a thread. Ranks talk to each other on the thread that calls, at the moments
+// when all of them call: save() and take_finished() at the end of a step, finish() at the end of the run. Once every
+// rank has written, rank 0 gathers what stands in the files and publishes the checkpoint, in a thread again. A failure
+// on one rank ends the save on all of them: what was written is removed, all throw, the older checkpoints stay.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <future>
 #include <optional>
 #include <string>
@@ -10,26 +17,21 @@
 
 #include "data/file_ops.h"
 #include "kernels/arena.h"
+#include "parallel/mesh.h"
 #include "trainer/checkpoint_block.h"
 #include "trainer/checkpoint_manifest.h"
+#include "trainer/checkpoint_rank_file.h"
 
 namespace palimpsest {
 
-std::string rank_file_name(int64_t rank, int64_t num_ranks);  // "rank-00000-of-00001.h5"
-
-// Writes one rank's file and flushes it to the disk; the records are what the manifest lists.
-struct RankFile {
-  FileRecord file;
-  std::vector<DatasetRecord> datasets;
-};
-RankFile write_rank_file(const std::string& folder, int64_t rank, int64_t num_ranks,
-                         const std::vector<CheckpointBlock>& blocks);
-
-// Makes <folder>.partial, whose rank files are flushed, the checkpoint <folder>. On an error <folder> is as it was
-// before. Returns warnings, a line each.
+// Makes <folder>.partial, whose rank files are flushed, the checkpoint <folder>, once the manifest is complete and all
+// its files are seen. On an error <folder> is as it was before. Returns warnings, a line each.
 std::vector<std::string> publish_checkpoint(const std::string& folder, const Manifest& manifest);
 
 // Saves the folder `path` as the only rank, blocking. On an error nothing new stays. Returns warnings.
+using FillRankFile = std::function<void(RankFileWriter&)>;
+std::vector<std::string> write_checkpoint(const std::string& path, const CheckpointHeader& header,
+                                          const FillRankFile& fill);
 std::vector<std::string> write_checkpoint(const std::string& path, const CheckpointHeader& header,
                                           const std::vector<CheckpointBlock>& blocks);
 
@@ -46,19 +48,23 @@ struct SavePolicy {
 struct FinishedSave {
   int64_t step = 0;
   std::string path;
-  int64_t bytes = 0;     // of the rank's file
-  double seconds = 0.0;  // of writing
-  std::vector<std::string> warnings;
+  int64_t bytes = 0;                  // of the ranks' files; on rank 0
+  double seconds = 0.0;               // from save() until it was a checkpoint; on rank 0
+  std::vector<std::string> warnings;  // on rank 0
 };
 
-// Saves a run's checkpoints into its folder, which it locks, and removes old ones. Used by one thread.
+// Saves a run's checkpoints into its folder, which rank 0 locks, and removes old ones. Used by one thread of each rank
+// of `world`; all of them make the same calls.
 class CheckpointWriter {
  public:
-  // `blocks` view the run's live tensors. With a snapshot (allocate_snapshot of the same blocks) save() copies and
-  // returns, and a thread writes; without, save() writes. `snapshot` must outlive the writer.
+  // `blocks` view the run's live tensors: what this rank owns. With a snapshot (allocate_snapshot of the same blocks)
+  // save() copies and returns, and a thread writes; without, save() returns when the checkpoint stands. `snapshot` and
+  // `world` must outlive the writer.
   CheckpointWriter(SavePolicy policy, std::vector<CheckpointBlock> blocks,
-                   std::optional<std::vector<CheckpointBlock>> snapshot);
-  ~CheckpointWriter();  // waits for the pending save; its error is lost unless finish() was called
+                   std::optional<std::vector<CheckpointBlock>> snapshot, Communicator& world = Mesh::single().world());
+  // Waits for this rank's threads. With one rank the pending save becomes a checkpoint; its error is lost unless
+  // finish() was called.
+  ~CheckpointWriter();
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
@@ -71,20 +77,37 @@ class CheckpointWriter {
 
   // Steps found damaged: not counted among those kept.
   void set_damaged(std::vector<int64_t> steps) { damaged_ = std::move(steps); }
-  // What killed saves left and the constructor cleaned up, a line each.
+  // What killed saves left and the constructor cleaned up, a line each; on rank 0.
   const std::vector<std::string>& leftovers() const { return leftovers_; }
 
  private:
-  void wait();
+  using Clock = std::chrono::steady_clock;
+  enum class Phase : uint8_t { kIdle, kWriting, kPublishing };
+
+  bool is_first() const { return world_.rank() == 0; }
+  void settle();  // takes the pending save to its end
+  bool all_ranks_done(Clock::duration patience);
+  void end_phase();
+  void gather_and_publish(const RankFile& mine);
+  template <class Body>
+  void agree_or_clean_up(Body&& body);
 
   SavePolicy policy_;
   std::vector<CheckpointBlock> blocks_;
   std::optional<std::vector<CheckpointBlock>> snapshot_;
+  Communicator& world_;
   FileDescriptor lock_;
   std::vector<std::string> leftovers_;
   std::vector<int64_t> damaged_;
   std::vector<FinishedSave> finished_;
-  std::future<FinishedSave> pending_;
+
+  // The pending save.
+  Phase phase_ = Phase::kIdle;
+  CheckpointHeader header_;
+  std::string folder_;
+  Clock::time_point begin_;
+  std::future<RankFile> written_;        // while kWriting
+  std::future<FinishedSave> published_;  // while kPublishing, on rank 0
 };
 
 }  // namespace palimpsest

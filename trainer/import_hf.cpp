@@ -35,7 +35,7 @@ void import_hf(const std::string& directory, const std::string& out, const std::
   CheckpointHeader header;
   header.config = yaml;
   header.program = program;
-  write_checkpoint(out, header, whole_blocks(registry, CheckpointContent::kWeights));
+  write_checkpoint(out, header, owned_blocks(registry, CheckpointContent::kWeights));
   write_file_atomically(out + "/config.yaml", yaml);
 }
 

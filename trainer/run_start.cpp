@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "parallel/agreement.h"
 #include "trainer/checkpoint_folder.h"
 #include "trainer/checkpoint_reader.h"
+#include "trainer/replica.h"
 #include "trainer/run_setup.h"
 
 namespace palimpsest {
@@ -26,11 +28,12 @@ std::string model_differences(const Config& saved, const Config& config) {
 }
 
 // Loads behind a progress bar.
-void load(CheckpointReader& checkpoint, Workbench& bench, CheckpointContent content, Console& console) {
+void load(CheckpointReader& checkpoint, Workbench& bench, CheckpointContent content, ValueRows rows, Console& console) {
   int64_t bytes = 0;
-  for (const CheckpointBlock& block : whole_blocks(bench.registry(), content)) bytes += block.tensor.bytes();
+  for (const CheckpointBlock& block : wanted_blocks(bench.registry(), content, ValueRows::kBlock))
+    bytes += block.tensor.bytes();
   ProgressBar progress(console, "load " + checkpoint.folder(), bytes, "", ProgressBar::Unit::kBytes);
-  checkpoint.load(bench.registry(), content, [&](int64_t read) { progress.add(read); });
+  checkpoint.load(bench.registry(), content, rows, [&](int64_t read) { progress.add(read); });
 }
 
 void report_skipped(const NewestCheckpoint& newest, Console& console) {
@@ -44,12 +47,18 @@ std::vector<int64_t> damaged_steps(const NewestCheckpoint& newest) {
   return steps;
 }
 
+// Each rank has read the rows that it updates.
+void complete_values(Workbench& bench) {
+  Context context = bench.context();
+  gather_values(context, bench.registry());
+}
+
 // The newest step that run.dir holds a finished checkpoint of; 0 when there is none.
-int64_t newest_step(const Config& config) {
+int64_t newest_step(const Config& config, Communicator& world) {
   int64_t newest = 0;
   for (const CheckpointEntry& entry : list_checkpoints(checkpoint_path(config)))
     if (entry.has_manifest) newest = std::max(newest, entry.step);
-  return newest;
+  return max_over(world, newest);
 }
 
 // Resumes from the checkpoint that `use` is called with.
@@ -61,11 +70,12 @@ class Resume {
   void operator()(CheckpointReader& checkpoint) {
     const CheckpointHeader& header = checkpoint.manifest().header;
     notices_ = resume_notices(saved_config(checkpoint), config_);
-    load(checkpoint, bench_, CheckpointContent::kWeightsAndOptimizer, console_);
+    load(checkpoint, bench_, CheckpointContent::kWeightsAndOptimizer, ValueRows::kShard, console_);
     state_ = header.state;
   }
 
   RunStart finish(const NewestCheckpoint& newest) const {
+    complete_values(bench_);
     report_skipped(newest, console_);
     for (const std::string& notice : notices_) console_.warning("resume: " + notice);
     console_.info("resumed from " + *newest.path + " at step " + std::to_string(state_.step));
@@ -83,9 +93,9 @@ class Resume {
 // A run that goes on from elsewhere must not leave newer checkpoints of an older course beside its own.
 RunStart resume_from_path(const Config& config, Workbench& bench, Console& console) {
   Resume resume(config, bench, console);
-  const NewestCheckpoint newest = use_checkpoint(config.resume, std::ref(resume));
+  const NewestCheckpoint newest = use_checkpoint(config.resume, std::ref(resume), bench.mesh().world());
   RunStart start = resume.finish(newest);
-  const int64_t in_folder = newest_step(config);
+  const int64_t in_folder = newest_step(config, bench.mesh().world());
   if (in_folder > start.state.step)
     throw_user_error("resume is ", *newest.path, ", at step ", start.state.step, ", but ", checkpoint_path(config),
                      " holds step ", in_folder, " already; give another run.dir, or remove the newer checkpoints");
@@ -94,10 +104,14 @@ RunStart resume_from_path(const Config& config, Workbench& bench, Console& conso
 
 void use_other_weights(const Config& config, Workbench& bench, Console& console) {
   std::string other;
-  const NewestCheckpoint newest = use_checkpoint(*config.from, [&](CheckpointReader& checkpoint) {
-    other = model_differences(saved_config(checkpoint), config);
-    load(checkpoint, bench, CheckpointContent::kWeights, console);
-  });
+  const NewestCheckpoint newest = use_checkpoint(
+      *config.from,
+      [&](CheckpointReader& checkpoint) {
+        other = model_differences(saved_config(checkpoint), config);
+        load(checkpoint, bench, CheckpointContent::kWeights, ValueRows::kShard, console);
+      },
+      bench.mesh().world());
+  complete_values(bench);
   report_skipped(newest, console);
   if (!other.empty()) console.warning("from: the weights were trained as another model: " + other);
   console.info("weights from " + *newest.path);
@@ -121,14 +135,15 @@ RunStart start_new(const Config& config, Workbench& bench, Console& console) {
 
 RunStart start_run(const Config& config, Workbench& bench, Console& console) {
   if (config.resume == "none") {
-    if (const int64_t step = newest_step(config); step > 0)
+    if (const int64_t step = newest_step(config, bench.mesh().world()); step > 0)
       throw_user_error("resume is none, but ", checkpoint_path(config), " holds a run at step ", step,
                        "; resume: auto continues it, another run.dir starts a new one");
     return start_new(config, bench, console);
   }
   if (config.resume != "auto") return resume_from_path(config, bench, console);
   Resume resume(config, bench, console);
-  const NewestCheckpoint newest = use_newest_checkpoint(checkpoint_path(config), std::ref(resume));
+  const NewestCheckpoint newest =
+      use_newest_checkpoint(checkpoint_path(config), std::ref(resume), bench.mesh().world());
   if (newest.path) return resume.finish(newest);
   report_skipped(newest, console);
   return start_new(config, bench, console);
@@ -137,13 +152,16 @@ RunStart start_run(const Config& config, Workbench& bench, Console& console) {
 void load_trained_weights(const Config& config, Workbench& bench, Console& console) {
   const std::string path = config.from.value_or(config.run.dir);
   std::string tokenizer;
-  const NewestCheckpoint newest = use_checkpoint(path, [&](CheckpointReader& checkpoint) {
-    const Config saved = saved_config(checkpoint);
-    if (const std::string other = model_differences(saved, config); !other.empty())
-      throw_user_error(checkpoint.folder(), " is of another model: ", other, "; set these as they are there");
-    tokenizer = saved.data.tokenizer;
-    load(checkpoint, bench, CheckpointContent::kWeights, console);
-  });
+  const NewestCheckpoint newest = use_checkpoint(
+      path,
+      [&](CheckpointReader& checkpoint) {
+        const Config saved = saved_config(checkpoint);
+        if (const std::string other = model_differences(saved, config); !other.empty())
+          throw_user_error(checkpoint.folder(), " is of another model: ", other, "; set these as they are there");
+        tokenizer = saved.data.tokenizer;
+        load(checkpoint, bench, CheckpointContent::kWeights, ValueRows::kBlock, console);
+      },
+      bench.mesh().world());
   if (std::filesystem::path(tokenizer).filename() != std::filesystem::path(config.data.tokenizer).filename())
     console.warning("data.tokenizer is " + config.data.tokenizer + ", the model was trained with " + tokenizer);
   report_skipped(newest, console);

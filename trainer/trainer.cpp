@@ -73,16 +73,16 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
 
 // Room for the checkpoints, and the copy that is written in the background.
 void Trainer::prepare_saves(const RunStart& start) {
-  if (setup_.mesh().world().size() > 1) return;
-  auto blocks = whole_blocks(setup_.bench().registry(), CheckpointContent::kWeightsAndOptimizer);
-  check_room_for_checkpoints(checkpoint_path(config_), stored_bytes(blocks), config_.checkpoint.keep_last);
+  Communicator& world = setup_.mesh().world();
+  auto blocks = owned_blocks(setup_.bench().registry(), CheckpointContent::kWeightsAndOptimizer);
+  check_room_for_checkpoints(checkpoint_path(config_), stored_bytes(blocks), config_.checkpoint.keep_last, world);
   std::optional<std::vector<CheckpointBlock>> copy;
   if (config_.checkpoint.background) {
     snapshot_.emplace("checkpoint snapshot", Device::kCpu, setup_.snapshot_bytes());
     copy = allocate_snapshot(blocks, *snapshot_);
   }
   writer_.emplace(SavePolicy{checkpoint_path(config_), config_.checkpoint.keep_last, config_.checkpoint.keep_every},
-                  std::move(blocks), std::move(copy));
+                  std::move(blocks), std::move(copy), world);
   writer_->set_damaged(start.damaged_steps);
   for (const std::string& line : writer_->leftovers()) console_.info(line);
 }
@@ -110,9 +110,9 @@ void Trainer::run() {
 
     stop = reason_to_stop();
     if (is_due(state_.step, config_.checkpoint.every) || last || !stop.empty()) save();
-    if (writer_) report_saves(writer_->take_finished());
+    report_saves(writer_->take_finished());
   }
-  if (writer_) report_saves(writer_->finish());
+  report_saves(writer_->finish());
   report_memory();
   if (!stop.empty() && state_.step < total_steps_)
     console_.info(
@@ -193,7 +193,7 @@ std::string Trainer::first_non_finite(StepBatches& batches) {
 
 void Trainer::stop_if_hopeless() {
   if (state_.skipped_in_a_row <= config_.train.max_skipped_steps) return;
-  if (writer_) report_saves(writer_->finish());
+  report_saves(writer_->finish());
   throw NonFiniteStop(fmt::format("step {}: {} steps in a row were not finite; the first tensor that went bad: {}",
                                   state_.step, state_.skipped_in_a_row, last_non_finite_));
 }
@@ -215,7 +215,15 @@ std::vector<EvalMetrics> Trainer::evaluate_all() {
 }
 
 void Trainer::save() {
-  if (writer_) writer_->save({.state = state_, .config = to_yaml(config_), .program = program_});
+  const MeshShape& shape = setup_.mesh().shape();
+  writer_->save({.state = state_,
+                 .world = {.ranks = shape.ranks(),
+                           .data = shape.data,
+                           .sequence = shape.sequence,
+                           .tensor = shape.tensor,
+                           .zero = config_.parallel.zero},
+                 .config = to_yaml(config_),
+                 .program = program_});
 }
 
 void Trainer::report_saves(const std::vector<FinishedSave>& saves) {

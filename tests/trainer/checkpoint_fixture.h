@@ -55,7 +55,7 @@ class SmallModel {
 
   std::vector<CheckpointBlock> blocks() const {
     const bool trains = registry_.parameters().front().adam_m.defined();
-    return whole_blocks(registry_, trains ? CheckpointContent::kWeightsAndOptimizer : CheckpointContent::kWeights);
+    return owned_blocks(registry_, trains ? CheckpointContent::kWeightsAndOptimizer : CheckpointContent::kWeights);
   }
 
   // Values of training step `step`: all different, of either sign, some tiny, and A_log = 0.001.

@@ -138,7 +138,9 @@ void write_cut_checkpoint(const std::string& folder) {
           block.data<float>()[r * shape[1] + c] = value_at(start[0] + r, start[1] + c);
       blocks.push_back({"model/w", {31, 11}, start, block});
     }
-    RankFile file = write_rank_file(folder + ".partial", rank, kRanks + 1, blocks);
+    RankFileWriter writer(folder + ".partial", rank, kRanks + 1);
+    for (const CheckpointBlock& block : blocks) writer.add(block);
+    const RankFile file = writer.finish();
     manifest.files.push_back(file.file);
     manifest.datasets.insert(manifest.datasets.end(), file.datasets.begin(), file.datasets.end());
   }
