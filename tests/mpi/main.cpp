@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 #include <mpi.h>
 
+#include <cstdio>
+#include <string>
+
 #include "parallel/mpi_session.h"
 #include "tests/mpi/world.h"
 
@@ -11,6 +14,19 @@ namespace palimpsest::mpi_test {
 namespace {
 MpiSession* session = nullptr;
 Watchdog* watchdog = nullptr;
+
+class FailurePrinter : public testing::EmptyTestEventListener {
+  void OnTestStart(const testing::TestInfo& test) override {
+    name_ = std::string(test.test_suite_name()) + "." + test.name();
+  }
+  void OnTestPartResult(const testing::TestPartResult& result) override {
+    if (!result.failed()) return;
+    std::fprintf(stderr, "rank %d, %s: %s:%d: %s\n", static_cast<int>(session->world_rank()), name_.c_str(),
+                 result.file_name() != nullptr ? result.file_name() : "", result.line_number(), result.message());
+  }
+
+  std::string name_;  // of the test that runs
+};
 }  // namespace
 
 MpiSession& world() {
@@ -29,7 +45,10 @@ int main(int argc, char** argv) {
   palimpsest::mpi_test::watchdog = &watchdog;
   testing::InitGoogleTest(&argc, argv);
   testing::TestEventListeners& listeners = testing::UnitTest::GetInstance()->listeners();
-  if (session.world_rank() != 0) delete listeners.Release(listeners.default_result_printer());
+  if (session.world_rank() != 0) {
+    delete listeners.Release(listeners.default_result_printer());
+    listeners.Append(new palimpsest::mpi_test::FailurePrinter);  // GoogleTest owns it
+  }
   int failed = RUN_ALL_TESTS();
   MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
   return failed;
