@@ -37,23 +37,19 @@ void cut(const Region& region, int64_t element_size, const std::function<void(co
         element_size, body);
 }
 
-// The parameter's tensors, each without blocks of no elements: a rank may hold nothing.
-void add_blocks(std::vector<CheckpointBlock>& blocks, const Parameter& parameter, CheckpointContent content,
-                ValueRows rows) {
+// The shard's rows of the parameter's tensors; nothing where it has none.
+void add_blocks(std::vector<CheckpointBlock>& blocks, const Parameter& parameter, CheckpointContent content) {
   const Shape& start = parameter.block.start;
-  const Shape shard_start = with_extent(start, 0, start[0] + parameter.shard.begin);
-  const auto add = [&](const char* part, const Shape& first, const Tensor& tensor) {
+  const auto add = [&](const char* part, const Tensor& tensor) {
     CHECK(tensor.defined(), part, " of ", parameter.spec.name, " is not bound");
     if (tensor.numel() > 0)
-      blocks.push_back({std::string(part) + "/" + parameter.spec.name, parameter.spec.shape, first, tensor});
+      blocks.push_back({std::string(part) + "/" + parameter.spec.name, parameter.spec.shape,
+                        with_extent(start, 0, start[0] + parameter.shard.begin), tensor});
   };
-  if (rows == ValueRows::kBlock)
-    add("model", start, parameter.value);
-  else
-    add("model", shard_start, parameter.shard_value());
+  add("model", parameter.shard_value());
   if (content == CheckpointContent::kWeights) return;
-  add("adam_m", shard_start, parameter.adam_m);
-  add("adam_v", shard_start, parameter.adam_v);
+  add("adam_m", parameter.adam_m);
+  add("adam_v", parameter.adam_v);
 }
 
 template <class From, class To>
@@ -109,14 +105,13 @@ std::optional<Region> overlap(const Region& a, const Region& b) {
 std::vector<CheckpointBlock> owned_blocks(const ParameterRegistry& registry, CheckpointContent content) {
   std::vector<CheckpointBlock> blocks;
   for (const Parameter& parameter : registry.parameters())
-    if (counts_in_sums(registry.tensor_share(), parameter)) add_blocks(blocks, parameter, content, ValueRows::kShard);
+    if (counts_in_sums(registry.tensor_share(), parameter)) add_blocks(blocks, parameter, content);
   return blocks;
 }
 
-std::vector<CheckpointBlock> wanted_blocks(const ParameterRegistry& registry, CheckpointContent content,
-                                           ValueRows rows) {
+std::vector<CheckpointBlock> wanted_blocks(const ParameterRegistry& registry, CheckpointContent content) {
   std::vector<CheckpointBlock> blocks;
-  for (const Parameter& parameter : registry.parameters()) add_blocks(blocks, parameter, content, rows);
+  for (const Parameter& parameter : registry.parameters()) add_blocks(blocks, parameter, content);
   return blocks;
 }
 

@@ -41,11 +41,9 @@ struct CheckpointBlock {
 // each element once. kWeightsAndOptimizer needs a registry bound for training.
 std::vector<CheckpointBlock> owned_blocks(const ParameterRegistry& registry, CheckpointContent content);
 
-// Which rows of the values a rank reads. Moments are always the shard's. Where ranks share the optimizer's work, each
-// reads its shard and gathers the rest from the others (replica.h): the files are then read once, not by every rank.
-enum class ValueRows : uint8_t { kShard, kBlock };
-std::vector<CheckpointBlock> wanted_blocks(const ParameterRegistry& registry, CheckpointContent content,
-                                           ValueRows rows);
+// What it reads: the rows of its shard, copies that other tensor ranks hold too among them. The rest of the values
+// comes from the other ranks (ParameterHooks::values_changed), so that files are read once, not by every rank.
+std::vector<CheckpointBlock> wanted_blocks(const ParameterRegistry& registry, CheckpointContent content);
 
 // The file size that these blocks need, from above (bytes).
 int64_t stored_bytes(const std::vector<CheckpointBlock>& blocks);

@@ -25,11 +25,12 @@ class CheckpointReader {
   const std::string& folder() const { return folder_; }
   const Manifest& manifest() const { return manifest_; }
 
-  // Fills the registry's values, and its moments with kWeightsAndOptimizer. A registry of other parameters is a
+  // Fills the rows of the registry's shards: values, and moments with kWeightsAndOptimizer. Where there are more ranks,
+  // ParameterHooks::values_changed is to follow. A registry of other parameters is a
   // UserError that lists what is missing, extra or of another shape. Weights alone are converted between f32 and f64;
   // optimizer state asks for the same. On CheckpointDamage some of the registry may have been overwritten.
   // `progress` is told the bytes of each block that was read.
-  void load(ParameterRegistry& registry, CheckpointContent content, ValueRows rows = ValueRows::kBlock,
+  void load(ParameterRegistry& registry, CheckpointContent content,
             const std::function<void(int64_t bytes)>& progress = {});
 
   // The two halves of it, for ranks that hold parts.

@@ -6,7 +6,6 @@
 #include "parallel/agreement.h"
 #include "trainer/checkpoint_folder.h"
 #include "trainer/checkpoint_reader.h"
-#include "trainer/replica.h"
 #include "trainer/run_setup.h"
 
 namespace palimpsest {
@@ -28,12 +27,11 @@ std::string model_differences(const Config& saved, const Config& config) {
 }
 
 // Loads behind a progress bar.
-void load(CheckpointReader& checkpoint, Workbench& bench, CheckpointContent content, ValueRows rows, Console& console) {
+void load(CheckpointReader& checkpoint, Workbench& bench, CheckpointContent content, Console& console) {
   int64_t bytes = 0;
-  for (const CheckpointBlock& block : wanted_blocks(bench.registry(), content, ValueRows::kBlock))
-    bytes += block.tensor.bytes();
+  for (const CheckpointBlock& block : wanted_blocks(bench.registry(), content)) bytes += block.tensor.bytes();
   ProgressBar progress(console, "load " + checkpoint.folder(), bytes, "", ProgressBar::Unit::kBytes);
-  checkpoint.load(bench.registry(), content, rows, [&](int64_t read) { progress.add(read); });
+  checkpoint.load(bench.registry(), content, [&](int64_t read) { progress.add(read); });
 }
 
 void report_skipped(const NewestCheckpoint& newest, Console& console) {
@@ -47,10 +45,10 @@ std::vector<int64_t> damaged_steps(const NewestCheckpoint& newest) {
   return steps;
 }
 
-// Each rank has read the rows that it updates.
+// Each rank has read the rows of its shard.
 void complete_values(Workbench& bench) {
   Context context = bench.context();
-  gather_values(context, bench.registry());
+  context.hooks->values_changed(context);
 }
 
 // The newest step that run.dir holds a finished checkpoint of; 0 when there is none.
@@ -70,7 +68,7 @@ class Resume {
   void operator()(CheckpointReader& checkpoint) {
     const CheckpointHeader& header = checkpoint.manifest().header;
     notices_ = resume_notices(saved_config(checkpoint), config_);
-    load(checkpoint, bench_, CheckpointContent::kWeightsAndOptimizer, ValueRows::kShard, console_);
+    load(checkpoint, bench_, CheckpointContent::kWeightsAndOptimizer, console_);
     state_ = header.state;
   }
 
@@ -108,7 +106,7 @@ void use_other_weights(const Config& config, Workbench& bench, Console& console)
       *config.from,
       [&](CheckpointReader& checkpoint) {
         other = model_differences(saved_config(checkpoint), config);
-        load(checkpoint, bench, CheckpointContent::kWeights, ValueRows::kShard, console);
+        load(checkpoint, bench, CheckpointContent::kWeights, console);
       },
       bench.mesh().world());
   complete_values(bench);
@@ -159,9 +157,10 @@ void load_trained_weights(const Config& config, Workbench& bench, Console& conso
         if (const std::string other = model_differences(saved, config); !other.empty())
           throw_user_error(checkpoint.folder(), " is of another model: ", other, "; set these as they are there");
         tokenizer = saved.data.tokenizer;
-        load(checkpoint, bench, CheckpointContent::kWeights, ValueRows::kBlock, console);
+        load(checkpoint, bench, CheckpointContent::kWeights, console);
       },
       bench.mesh().world());
+  complete_values(bench);
   if (std::filesystem::path(tokenizer).filename() != std::filesystem::path(config.data.tokenizer).filename())
     console.warning("data.tokenizer is " + config.data.tokenizer + ", the model was trained with " + tokenizer);
   report_skipped(newest, console);

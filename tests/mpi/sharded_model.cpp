@@ -45,10 +45,10 @@ std::vector<ParameterSpec> specs_of_every_cut() {
           {.name = "f_a.weight", .shape = {5, 12}, .split = TensorSplit::kPartialOverHeads}};
 }
 
-ShardedModel::ShardedModel(const Mesh& mesh, const std::vector<ParameterSpec>& specs)
+ShardedModel::ShardedModel(const Mesh& mesh, int64_t zero)
     : registry_({.rank = mesh.tensor().rank(), .size = mesh.tensor().size()},
-                {.rank = mesh.replica().rank(), .size = mesh.replica().size()}) {
-  for (const ParameterSpec& spec : specs) registry_.declare(spec);
+                {.rank = mesh.replica().rank(), .size = mesh.replica().size(), .zero = zero}) {
+  for (const ParameterSpec& spec : specs_of_every_cut()) registry_.declare(spec);
   const char* const names[] = {"parameters", "gradients", "optimizer"};
   arenas_.reserve(6);
   for (const char* name : names) arenas_.push_back(Arena::planning(name, Device::kCpu));
@@ -59,14 +59,13 @@ ShardedModel::ShardedModel(const Mesh& mesh, const std::vector<ParameterSpec>& s
 }
 
 void ShardedModel::fill(int64_t step) {
-  for (const CheckpointBlock& block : wanted(ValueRows::kShard))
+  for (const CheckpointBlock& block : wanted())
     for_each_element(block, [&](float& value, int64_t index) { value = value_of(block, step, index); });
 }
 
 void ShardedModel::clear() {
-  for (const ValueRows rows : {ValueRows::kShard, ValueRows::kBlock})
-    for (const CheckpointBlock& block : wanted(rows))
-      std::fill_n(block.tensor.data<float>(), block.tensor.numel(), std::numeric_limits<float>::quiet_NaN());
+  for (const CheckpointBlock& block : wanted())
+    std::fill_n(block.tensor.data<float>(), block.tensor.numel(), std::numeric_limits<float>::quiet_NaN());
 }
 
 int64_t ShardedModel::num_wrong(const std::vector<CheckpointBlock>& blocks, int64_t step) {

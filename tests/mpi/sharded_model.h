@@ -18,16 +18,16 @@ std::vector<ParameterSpec> specs_of_every_cut();
 
 class ShardedModel {
  public:
-  explicit ShardedModel(const Mesh& mesh, const std::vector<ParameterSpec>& specs = specs_of_every_cut());
+  explicit ShardedModel(const Mesh& mesh, int64_t zero = 1);
   ParameterRegistry& registry() { return registry_; }
   std::vector<CheckpointBlock> owned() const {
     return owned_blocks(registry_, CheckpointContent::kWeightsAndOptimizer);
   }
-  std::vector<CheckpointBlock> wanted(ValueRows rows) const {
-    return wanted_blocks(registry_, CheckpointContent::kWeightsAndOptimizer, rows);
+  std::vector<CheckpointBlock> wanted() const {
+    return wanted_blocks(registry_, CheckpointContent::kWeightsAndOptimizer);
   }
-  void fill(int64_t step);  // what this rank owns
-  void clear();             // all that it holds becomes NaN
+  void fill(int64_t step);  // the shards
+  void clear();             // they become NaN
   // Elements of these blocks that are not those of `step`.
   static int64_t num_wrong(const std::vector<CheckpointBlock>& blocks, int64_t step);
 
