@@ -50,6 +50,7 @@ class Parser {
     add_generate();
     add_tokenize();
     add_inspect();
+    add_checkpoint();
     add_import();
     add_plan();
     add_bench();
@@ -175,6 +176,16 @@ class Parser {
     command.callback([this] { result_ = inspect_; });
   }
 
+  void add_checkpoint() {
+    CLI::App& checkpoint = add(app_, "checkpoint", "Work on checkpoints.");
+    checkpoint.require_subcommand(1);
+    CLI::App& merge =
+        add(checkpoint, "merge", "Write a checkpoint of any number of ranks as that of one, in one file.");
+    merge.add_option("IN", merge_.in, "checkpoint folder, or a run (its newest checkpoint)")->required();
+    merge.add_option("OUT", merge_.out, "folder to write; must not exist")->required();
+    merge.callback([this] { result_ = merge_; });
+  }
+
   void add_import() {
     CLI::App& import = add(app_, "import", "Read public models.");
     import.require_subcommand(1);
@@ -263,6 +274,7 @@ class Parser {
   GenerateArguments generate_;
   TokenizeArguments tokenize_;
   InspectArguments inspect_;
+  MergeArguments merge_;
   ImportHfArguments import_;
   PlanArguments plan_;
   BenchTrainArguments bench_train_;

@@ -51,6 +51,9 @@ struct InspectArguments {
   std::string path;
   bool verify = false;  // the verdict alone
 };
+struct MergeArguments {
+  std::string in, out;
+};
 struct ImportHfArguments {
   std::string directory, out;
 };
@@ -79,8 +82,8 @@ struct TextArguments {
 };
 
 using Arguments = std::variant<TextArguments, TrainArguments, ExplainArguments, EvalArguments, ScoreArguments,
-                               GenerateArguments, TokenizeArguments, InspectArguments, ImportHfArguments, PlanArguments,
-                               BenchTrainArguments, BenchKernelsArguments>;
+                               GenerateArguments, TokenizeArguments, InspectArguments, MergeArguments,
+                               ImportHfArguments, PlanArguments, BenchTrainArguments, BenchKernelsArguments>;
 
 // Throws a UserError of one line on arguments that make no sense.
 Arguments parse_arguments(int argc, const char* const* argv);

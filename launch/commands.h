@@ -17,6 +17,7 @@ int run_command(const ScoreArguments& arguments, Ranks& ranks, Console& console)
 int run_command(const GenerateArguments& arguments, Ranks& ranks, Console& console);
 int run_command(const TokenizeArguments& arguments, Console& console);
 int run_command(const InspectArguments& arguments, Console& console);
+int run_command(const MergeArguments& arguments, Console& console);
 int run_command(const ImportHfArguments& arguments, Console& console);
 int run_command(const PlanArguments& arguments, Console& console);
 int run_command(const BenchTrainArguments& arguments, Ranks& ranks, Console& console);

@@ -11,6 +11,7 @@
 #include "parallel/agreement.h"
 #include "trainer/checkpoint_folder.h"
 #include "trainer/checkpoint_inspect.h"
+#include "trainer/checkpoint_merge.h"
 #include "trainer/evaluation.h"
 #include "trainer/generation.h"
 #include "trainer/import_hf.h"
@@ -29,12 +30,10 @@ EvaluationOptions evaluation_options(const Config& config, std::optional<int64_t
   return {.row_length = row_length, .stride = stride.value_or(row_length), .batch_rows = config.train.micro_batch};
 }
 
-// Memory for evaluation, and the trained weights in it.
-void prepare_evaluation(const Config& config, Workbench& bench, Console& console) {
+void allocate_for_evaluation(const Config& config, Workbench& bench) {
   const RegionBytes bytes =
       bench.rehearse_evaluation({.eval_rows = config.train.micro_batch, .row_length = config.data.sequence_length});
   bench.allocate(ParameterUse::kInference, bytes);
-  load_trained_weights(config, bench, console);
 }
 
 // One set as a flat object; several as {"NAME": {...}, ...} beside the sums over all.
@@ -77,8 +76,9 @@ int run_command(const EvalArguments& arguments, Ranks& ranks, Console& console) 
     sets = open_eval_sets(config);
     if (sets.empty()) throw_user_error("data.eval is missing: give a folder of token shards to evaluate on");
     bench.emplace(config, mesh);
-    prepare_evaluation(config, *bench, console);
+    allocate_for_evaluation(config, *bench);
   });
+  load_trained_weights(config, *bench, console);
   std::vector<RankItem> contents;
   contents.reserve(sets.size());
   for (const EvalSet& set : sets) contents.push_back(contents_of("data.eval " + set.name, *set.dataset));
@@ -106,8 +106,9 @@ int run_command(const ScoreArguments& arguments, Ranks& ranks, Console& console)
     options = evaluation_options(config, arguments.stride);
     dataset = open_checked_dataset(arguments.tokens, config);
     bench.emplace(config, mesh);
-    prepare_evaluation(config, *bench, console);
+    allocate_for_evaluation(config, *bench);
   });
+  load_trained_weights(config, *bench, console);
   check_same_on_ranks(mesh.world(), {contents_of(arguments.tokens, *dataset)});
   const Evaluation evaluation =
       score_to_file(bench->model(), bench->context(), *dataset, options, console, arguments.out);
@@ -127,8 +128,8 @@ int run_command(const GenerateArguments& arguments, Ranks& ranks, Console& conso
     bench.emplace(config, mesh);
     bench->allocate(ParameterUse::kInference, rehearse_generation(bench->model(), bench->registry(), bench->device(),
                                                                   bench->dtype(), request, mesh));
-    load_trained_weights(config, *bench, console);
   });
+  load_trained_weights(config, *bench, console);
   // Every rank draws the same text; the first one writes it.
   const auto write = [&](std::string_view text) {
     if (!ranks.is_first()) return;
@@ -153,6 +154,15 @@ int run_command(const InspectArguments& arguments, Console& console) {
     console.info(folder + ": every checksum matches");
   if (report.damage.empty()) return kExitSuccess;
   throw_user_error(folder, " is damaged: ", report.damage[0], report.damage.size() > 1 ? " (and more)" : "");
+}
+
+int run_command(const MergeArguments& arguments, Console& console) {
+  const NewestCheckpoint newest = use_checkpoint(arguments.in, [](CheckpointReader&) {});
+  for (const SkippedCheckpoint& skipped : newest.skipped)
+    console.warning("skipped checkpoint " + skipped.path + ": " + skipped.reason);
+  for (const std::string& warning : merge_checkpoint(*newest.path, arguments.out)) console.warning(warning);
+  console.info("merged " + *newest.path + " into " + arguments.out);
+  return kExitSuccess;
 }
 
 int run_command(const ImportHfArguments& arguments, Console& console) {

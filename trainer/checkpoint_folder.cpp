@@ -134,22 +134,29 @@ NewestCheckpoint use_newest_checkpoint(const std::string& directory, const UseCh
     newest.skipped.push_back({entry->step, entry->path, *damage});
     all_damage += "; " + *damage;
   }
-  if (!all_damage.empty()) throw_user_error(directory, ": every checkpoint is damaged", all_damage);
+  agree(world, [&] {
+    if (!all_damage.empty()) throw_user_error(directory, ": every checkpoint is damaged", all_damage);
+  });
   return newest;
 }
 
 NewestCheckpoint use_checkpoint(const std::string& path, const UseCheckpoint& use, Communicator& world) {
   const auto first_sees = [&](bool seen) { return max_over(world, world.rank() == 0 && seen ? 1 : 0) == 1; };
   if (first_sees(has_manifest(path))) {
-    if (const auto damage = try_to_use(path, use, world)) throw CheckpointDamage(*damage);
+    const std::optional<std::string> damage = try_to_use(path, use, world);
+    agree(world, [&] {
+      if (damage) throw CheckpointDamage(*damage);
+    });
     return {path, {}};
   }
   const std::string inside = path + "/checkpoints";
   NewestCheckpoint newest = use_newest_checkpoint(first_sees(is_directory(inside)) ? inside : path, use, world);
-  if (!newest.path)
-    throw_user_error(path,
-                     ": no checkpoint here; expected a checkpoint's folder (with a manifest.json), or a run's with a "
-                     "finished checkpoint in it");
+  agree(world, [&] {
+    if (!newest.path)
+      throw_user_error(path,
+                       ": no checkpoint here; expected a checkpoint's folder (with a manifest.json), or a run's with a "
+                       "finished checkpoint in it");
+  });
   return newest;
 }
 

@@ -94,9 +94,11 @@ RunStart resume_from_path(const Config& config, Workbench& bench, Console& conso
   const NewestCheckpoint newest = use_checkpoint(config.resume, std::ref(resume), bench.mesh().world());
   RunStart start = resume.finish(newest);
   const int64_t in_folder = newest_step(config, bench.mesh().world());
-  if (in_folder > start.state.step)
-    throw_user_error("resume is ", *newest.path, ", at step ", start.state.step, ", but ", checkpoint_path(config),
-                     " holds step ", in_folder, " already; give another run.dir, or remove the newer checkpoints");
+  agree(bench.mesh().world(), [&] {
+    if (in_folder > start.state.step)
+      throw_user_error("resume is ", *newest.path, ", at step ", start.state.step, ", but ", checkpoint_path(config),
+                       " holds step ", in_folder, " already; give another run.dir, or remove the newer checkpoints");
+  });
   return start;
 }
 
@@ -133,9 +135,12 @@ RunStart start_new(const Config& config, Workbench& bench, Console& console) {
 
 RunStart start_run(const Config& config, Workbench& bench, Console& console) {
   if (config.resume == "none") {
-    if (const int64_t step = newest_step(config, bench.mesh().world()); step > 0)
-      throw_user_error("resume is none, but ", checkpoint_path(config), " holds a run at step ", step,
-                       "; resume: auto continues it, another run.dir starts a new one");
+    const int64_t step = newest_step(config, bench.mesh().world());
+    agree(bench.mesh().world(), [&] {
+      if (step > 0)
+        throw_user_error("resume is none, but ", checkpoint_path(config), " holds a run at step ", step,
+                         "; resume: auto continues it, another run.dir starts a new one");
+    });
     return start_new(config, bench, console);
   }
   if (config.resume != "auto") return resume_from_path(config, bench, console);

@@ -17,9 +17,9 @@ struct RunStart {
   std::vector<int64_t> damaged_steps;  // of newer checkpoints, which could not be used
 };
 
-// Fills weights and moments of an allocated workbench. resume: auto continues from the newest whole checkpoint in
-// run.dir, none asks for a run.dir without any, a path continues from there. Throws a UserError when the checkpoint is
-// of another model, or when the new run would mix with an old one in run.dir.
+// Fills weights and moments of an allocated workbench, on every rank of its mesh together. resume: auto continues from
+// the newest whole checkpoint in run.dir, none asks for a run.dir without any, a path continues from there. Throws a
+// UserError when the checkpoint is of another model, or when the new run would mix with an old one in run.dir.
 RunStart start_run(const Config& config, Workbench& bench, Console& console);
 
 // For commands that only use a model: the weights of `from`, or of run.dir where there is no `from`. Throws a UserError

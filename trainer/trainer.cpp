@@ -43,11 +43,8 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
   Workbench& bench = setup_.bench();
   resident_before_ = peak_resident_bytes();
   Communicator& world = setup_.mesh().world();
-  RunStart start;
-  agree(world, [&] {
-    bench.allocate(ParameterUse::kTraining, setup_.plan().regions);
-    start = start_run(config_, bench, console_);
-  });
+  agree(world, [&] { bench.allocate(ParameterUse::kTraining, setup_.plan().regions); });
+  const RunStart start = start_run(config_, bench, console_);
   state_ = start.state;
   step_.emplace(bench.model(), bench.registry(), bench.context(), bench.regions().optimizer,
                 train_step_options(config_));
