@@ -12,6 +12,7 @@
 #include <charconv>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -42,6 +43,7 @@ struct OperationCounter {
   std::atomic<int64_t> kill_at = number_in_environment("PALIMPSEST_KILL_AT_FILE_OPERATION");
   std::atomic<int64_t> fail_at = number_in_environment("PALIMPSEST_FAIL_AT_FILE_OPERATION");
   std::atomic<int64_t> delay_ms = number_in_environment("PALIMPSEST_FILE_OPERATION_DELAY_MS");
+  const bool prints = number_in_environment("PALIMPSEST_PRINT_FILE_OPERATIONS") != 0;
 };
 
 OperationCounter& operation_counter() {
@@ -84,6 +86,9 @@ void count_file_operation(std::string_view action, std::string_view path) {
   OperationCounter& counter = operation_counter();
   if (const int64_t delay = counter.delay_ms; delay > 0) std::this_thread::sleep_for(std::chrono::milliseconds(delay));
   const int64_t number = ++counter.count;
+  if (counter.prints)
+    std::fprintf(stderr, "file operation %lld: %.*s %.*s\n", static_cast<long long>(number),
+                 static_cast<int>(action.size()), action.data(), static_cast<int>(path.size()), path.data());
   if (number == counter.kill_at) {
     std::raise(SIGKILL);
   }

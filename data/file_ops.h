@@ -5,6 +5,7 @@
 //   PALIMPSEST_KILL_AT_FILE_OPERATION=n   the process kills itself (SIGKILL) in place of operation n (the first is 1)
 //   PALIMPSEST_FAIL_AT_FILE_OPERATION=n   operation n alone fails with "No space left on device"
 //   PALIMPSEST_FILE_OPERATION_DELAY_MS=n  every operation first waits n milliseconds, as on a slow disk
+//   PALIMPSEST_PRINT_FILE_OPERATIONS=1    every operation is a line on standard error: "file operation 7: rename PATH"
 // Unset, the hook costs one atomic addition.
 #pragma once
 

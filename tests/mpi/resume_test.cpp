@@ -35,8 +35,10 @@ struct Layout {
 };
 
 std::vector<Layout> layouts() {
-  return {{{1, 1, 1}, 1}, {{2, 1, 1}, 2}, {{1, 1, 2}, 1}, {{3, 1, 1}, 3}, {{4, 1, 1}, 1}, {{2, 1, 2}, 3},
-          {{1, 1, 4}, 1}, {{6, 1, 1}, 2}, {{3, 1, 2}, 1}, {{8, 1, 1}, 3}, {{4, 1, 2}, 2}, {{2, 1, 4}, 1}};
+  constexpr auto kZigzag = SequenceLayout::kZigzag;
+  return {{{1, 1, 1}, 1},          {{2, 1, 1}, 2}, {{1, 2, 1}, 1}, {{1, 3, 1, kZigzag}, 3},
+          {{4, 1, 1}, 1},          {{2, 2, 1}, 3}, {{1, 1, 4}, 1}, {{3, 1, 2}, 2},
+          {{1, 2, 2, kZigzag}, 2}, {{8, 1, 1}, 3}, {{2, 2, 2}, 2}, {{2, 1, 4}, 1}};
 }
 
 // Indices of layouts such that each follows each other one exactly once: the edges of a complete graph in one round.
@@ -69,7 +71,7 @@ TEST(Resume, RoundOfAllPairsTakesEachOnce) {
 }
 
 StepResult train_step(MeshRun& run, const Mesh& mesh, int64_t step, int64_t vocab_size) {
-  const SharedBatch batch(vocab_size, static_cast<uint64_t>(step), mesh.data().rank(), mesh.data().size(), 2);
+  const SharedBatch batch(vocab_size, static_cast<uint64_t>(step), mesh, 2);
   return run.step().run(batch.micro_batches(), batch.num_targets(), 1e-2);
 }
 

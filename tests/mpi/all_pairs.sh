@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Training that goes on in another layout after every step, from each of twelve layouts to each of the others: 132
+# checkpoints, each loaded in another layout than it was saved in. What it computes must equal one rank's straight run.
+# usage: tests/mpi/all_pairs.sh [MPI_TEST]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+mpi_test=${1:-build/tests/mpi_test}
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PALIMPSEST_ALL_PAIRS=1
+options=(--oversubscribe -n 8)
+((EUID == 0)) && options+=(--allow-run-as-root)
+mpirun "${options[@]}" "$mpi_test" --gtest_filter='Resume.InAnyLayout*'
