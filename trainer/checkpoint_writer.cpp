@@ -23,9 +23,9 @@ std::string partial_of(const std::string& folder) {
 void check_files_are_seen(const std::string& folder, const Manifest& manifest) {
   for (const FileRecord& file : manifest.files) {
     const std::string path = folder + "/" + file.name;
-    if (!path_exists(path) || file_size(path) != file.bytes)
-      throw_user_error(path, ": ", path_exists(path) ? "is not as its rank wrote it" : "its rank wrote it",
-                       path_exists(path) ? "" : ", but rank 0 does not see it",
+    const int64_t bytes = path_exists(path) ? file_size(path) : 0;
+    if (bytes != file.bytes)
+      throw_user_error(path, ": its rank wrote ", file.bytes, " bytes and rank 0 sees ", bytes,
                        "; run.dir must be on a file system that all ranks share");
   }
 }
