@@ -1,6 +1,7 @@
 #include "kernels/cuda/documents.cuh"
 
 #include <algorithm>
+#include <vector>
 
 namespace palimpsest::cuda {
 
@@ -28,6 +29,22 @@ const int64_t* upload_numbers(const Stream& stream, const std::vector<int64_t>& 
     launch(stream, store_numbers_kernel, {.threads = 128}, to + first, piece, n);
   }
   return to;
+}
+
+DocumentList upload(const Stream& stream, const Documents& documents) {
+  DocumentList list = {upload_numbers(stream, documents.offsets()), documents.count()};
+  std::vector<int64_t> entering, leaving;
+  bool in_order = true;
+  for (int64_t i = 0; i < documents.count(); ++i) {
+    entering.push_back(documents.entering(i));
+    leaving.push_back(documents.leaving(i));
+    in_order = in_order && entering.back() == i && leaving.back() == i;
+  }
+  if (!in_order) {
+    list.entering_rows = upload_numbers(stream, entering);
+    list.leaving_rows = upload_numbers(stream, leaving);
+  }
+  return list;
 }
 
 }  // namespace palimpsest::cuda

@@ -21,7 +21,7 @@ template <class T>
 struct Conv {
   Rows<T> x;
   const float* w;    // [C, W]
-  const T* initial;  // [documents, W - 1, C] or null
+  const T* initial;  // [states, W - 1, C] or null
   DocumentList documents;
   int64_t N, C;
   int W;
@@ -30,9 +30,9 @@ struct Conv {
   // Input of a channel at a position of a document, which may lie before its first token.
   __device__ float input(int64_t document, int64_t position, int64_t channel) const {
     if (position >= 0) return to_f32(x[documents.begin(document) + position][channel]);
-    const int64_t row = position + W - 1;
-    if (initial == nullptr || row < 0) return 0.0F;
-    return to_f32(initial[(document * (W - 1) + row) * C + channel]);
+    const int64_t row = position + W - 1, state = documents.entering(document);
+    if (initial == nullptr || row < 0 || state < 0) return 0.0F;
+    return to_f32(initial[(state * (W - 1) + row) * C + channel]);
   }
   __device__ float slope(float u) const {
     if (!silu) return 1.0F;
@@ -112,6 +112,7 @@ __global__ void conv_bwd_kernel(Conv<T> conv, Rows<T> dx, float* sums, Rows<T> d
   for (int j = 0; j < kMaxWidth; ++j) weights[j] = j < W ? conv.w[channel * W + j] : 0.0F;
   const auto piece = [&](int64_t document, int64_t from, int64_t to) {
     const int64_t start = conv.documents.begin(document), end = conv.documents.end(document);
+    const int64_t leaving = conv.documents.leaving(document);
     window.start(conv, document, from - start, channel);
     float recent[kMaxWidth] = {};  // du_t, du_{t-1}, ..
     // dx of a token needs du of the W-1 tokens after it: those after the piece are computed here again.
@@ -134,7 +135,8 @@ __global__ void conv_bwd_kernel(Conv<T> conv, Rows<T> dx, float* sums, Rows<T> d
       for (int j = 0; j < kMaxWidth; ++j)
         if (j < W) sum += weights[j] * recent[j];
       const int64_t kept = p - (end - (W - 1));  // row of the final state that holds this input
-      if (d_final != nullptr && kept >= 0) sum += to_f32(d_final[(document * (W - 1) + kept) * conv.C + channel]);
+      if (d_final != nullptr && leaving >= 0 && kept >= 0)
+        sum += to_f32(d_final[(leaving * (W - 1) + kept) * conv.C + channel]);
       dx[p][channel] = from_f32<T>(sum);
     }
   };
@@ -152,6 +154,8 @@ __global__ void conv_bwd_initial_kernel(Conv<T> conv, T* d_initial, Rows<T> dy, 
   if (channel >= conv.C) return;
   const int W = conv.W;
   const int64_t start = conv.documents.begin(document), length = conv.documents.length(document);
+  const int64_t entering = conv.documents.entering(document), leaving = conv.documents.leaving(document);
+  if (entering < 0) return;
   Window<T> window(conv, channel);
   window.start(conv, document, 0, channel);
   float du[kMaxWidth - 1] = {};
@@ -163,11 +167,12 @@ __global__ void conv_bwd_initial_kernel(Conv<T> conv, T* d_initial, Rows<T> dy, 
       du[r] = to_f32(dy[start + r][channel]) * conv.slope(window.convolve());
     }
     float sum = 0.0F;  // the row is part of the final state of a document shorter than W-1
-    if (d_final != nullptr && r >= length) sum = to_f32(d_final[(document * (W - 1) + r - length) * conv.C + channel]);
+    if (d_final != nullptr && leaving >= 0 && r >= length)
+      sum = to_f32(d_final[(leaving * (W - 1) + r - length) * conv.C + channel]);
 #pragma unroll
     for (int t = 0; t <= r; ++t)
       if (t < length) sum += conv.w[channel * W + r - t] * du[t];
-    d_initial[(document * (W - 1) + r) * conv.C + channel] = from_f32<T>(sum);
+    d_initial[(entering * (W - 1) + r) * conv.C + channel] = from_f32<T>(sum);
   }
 }
 
@@ -175,10 +180,11 @@ __global__ void conv_bwd_initial_kernel(Conv<T> conv, T* d_initial, Rows<T> dy, 
 template <class T>
 __global__ void conv_final_kernel(Conv<T> conv, T* final_state) {
   const int64_t channel = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x, document = blockIdx.x;
-  if (channel >= conv.C) return;
+  const int64_t leaving = conv.documents.leaving(document);
+  if (channel >= conv.C || leaving < 0) return;
   const int64_t length = conv.documents.length(document);
   for (int r = 0; r < conv.W - 1; ++r)
-    final_state[(document * (conv.W - 1) + r) * conv.C + channel] =
+    final_state[(leaving * (conv.W - 1) + r) * conv.C + channel] =
         from_f32<T>(conv.input(document, length - (conv.W - 1) + r, channel));
 }
 

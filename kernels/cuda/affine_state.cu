@@ -1,0 +1,55 @@
+// Affine maps of the recurrent state. One block a head; states are small and few, so plain sums do.
+#include "kernels/affine_state.h"
+
+#include "kernels/cuda/launch.cuh"
+
+namespace palimpsest::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+__global__ void affine_identity_kernel(float* maps, int64_t K, int64_t width) {
+  const int64_t V = width - K;
+  float* map = maps + blockIdx.x * K * width;
+  for (int64_t i = threadIdx.x; i < K * width; i += kThreads) map[i] = i % width == V + i / width ? 1.0F : 0.0F;
+}
+
+// state [HV, K, V] from before [HV, K, V] and map [HV, K, V + K].
+__global__ void affine_apply_kernel(float* state, const float* before, const float* map, int64_t K, int64_t V,
+                                    bool adjoint) {
+  const int64_t head = blockIdx.x, width = V + K;
+  const float* own = map + head * K * width;
+  const float* old = before + head * K * V;
+  for (int64_t i = threadIdx.x; i < K * V; i += kThreads) {
+    const int64_t row = i / V, column = i % V;
+    float sum = own[row * width + column];
+    for (int64_t c = 0; c < K; ++c)
+      sum += (adjoint ? own[c * width + V + row] : own[row * width + V + c]) * old[c * V + column];
+    state[head * K * V + i] = sum;
+  }
+}
+
+__global__ void copy_kernel(float* to, const float* from, int64_t count) {
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * kThreads)
+    to[i] = from[i];
+}
+
+}  // namespace
+
+void affine_identity(Stream& stream, Tensor maps) {
+  launch(stream, affine_identity_kernel, {.grid_x = maps.dim(0) * maps.dim(1), .threads = kThreads}, maps.data<float>(),
+         maps.dim(2), maps.dim(3));
+}
+
+void affine_apply(Stream& stream, Tensor states, const Tensor& map, AffineDirection direction) {
+  const Arena::Scope scope(stream.scratch());
+  const Tensor before = stream.scratch().allocate(DType::kF32, states.shape());
+  launch(stream, copy_kernel, {.grid_x = states.dim(1), .threads = kThreads}, before.data<float>(),
+         states.data<float>(), states.numel());
+  launch(stream, affine_apply_kernel, {.grid_x = states.dim(1), .threads = kThreads}, states.data<float>(),
+         before.data<float>(), map.data<float>(), states.dim(2), states.dim(3), direction == AffineDirection::kAdjoint);
+}
+
+}  // namespace palimpsest::cuda
