@@ -174,29 +174,44 @@ __device__ inline void multiply(float (&d)[kTiles][4], const uint32_t (&a)[kStep
     warpgroup_product<Major::kN, sign>(d, a[step], tile_descriptor(tile + step * 2048, kTileBytes));
 }
 
-// Accumulators [16 values of this warp, 64 tokens] to rows of tokens.
-__device__ inline void store_rows(const uint32_t (&packed)[4][4], uint32_t out, int lane, int n, __nv_bfloat16* to,
-                                  int64_t stride) {
+// Where a lane writes rows of tokens: 8 of the warp's 16 values of every 16th row from row lane / 2 on.
+struct LaneRows {
+  __nv_bfloat16* data;  // null: nowhere
+  int64_t stride16;     // of 16 rows
+
+  __device__ LaneRows(__nv_bfloat16* rows, int64_t stride, int64_t first, int64_t column, int lane)
+      : data(rows == nullptr ? nullptr : rows + (first + lane / 2) * stride + column + lane % 2 * 8),
+        stride16(16 * stride) {}
+  __device__ void move(int chunks) { data += chunks * 4 * stride16; }
+};
+
+// Accumulators [16 values of this warp, 64 tokens], packed, to the first n rows of tokens.
+__device__ inline void store_rows(const uint32_t (&packed)[4][4], uint32_t out, int lane, int n, const LaneRows& to) {
   const uint32_t address = out + (lane / 16 * 8 + lane % 8) * kOutPitch + lane / 8 % 2 * 16;
+  const uint4* own = shared_pointer<const uint4>(out + lane / 2 * kOutPitch + lane % 2 * 16);
   sync_warp();  // what lay there has been read
 #pragma unroll
   for (int step = 0; step < 4; ++step)
     store_matrices_transposed(address + step * 16 * kOutPitch, packed[step][0], packed[step][1], packed[step][2],
                               packed[step][3]);
   sync_warp();
+  uint4 rows[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) rows[i] = own[i * kOutPitch];  // 16 rows of kOutPitch bytes
+  __nv_bfloat16* row = to.data;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int token = (lane + 32 * i) / 2, piece = lane % 2;
-    if (token < n)
-      *reinterpret_cast<uint4*>(to + token * stride + 8 * piece) =
-          *shared_pointer<const uint4>(out + token * kOutPitch + 16 * piece);
+    if (lane / 2 + 16 * i < n) *reinterpret_cast<uint4*>(row) = rows[i];
+    row += to.stride16;
   }
 }
 
-// The state, packed as operand A, to its image. Each warp stores its 16 rows.
+// The state, packed as operand A, to its image. Each warp stores its 16 rows, a lane 16 bytes of every 512 from `to`
+// on.
 template <int K>
 __device__ inline void store_state_image(const uint32_t (&a)[K / 16][4], uint32_t image, int warp, int lane,
-                                         __nv_bfloat16* to) {
+                                         uint4* to) {
+  const uint4* own = shared_pointer<const uint4>(image + warp * 2048 + lane * 16);
   sync_warp();  // what lay there has been read
 #pragma unroll
   for (int step = 0; step < K / 16; ++step)
@@ -205,9 +220,12 @@ __device__ inline void store_state_image(const uint32_t (&a)[K / 16][4], uint32_
                    a[step][0], a[step][1], a[step][2], a[step][3]);
   sync_warp();
 #pragma unroll
-  for (int i = 0; i < K / 16; ++i) {
-    const uint32_t from = i / 4 * kTileBytes + warp * 2048 + i % 4 * 512 + lane * 16;
-    *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(to) + from) = *shared_pointer<const uint4>(image + from);
+  for (int half = 0; half < K / 64; ++half) {
+    uint4 rows[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rows[i] = own[half * (kTileBytes / 16) + i * 32];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[half * (kTileBytes / 16) + i * 32] = rows[i];
   }
 }
 
@@ -269,10 +287,14 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   load_state<K>(p.initial_state == nullptr ? nullptr : p.initial_state + document_head * K * p.V, p.V, value, t, s);
   uint32_t a[kSteps][4], o_packed[4][4];
   pack_operand<kSteps>(s, a);
-  const auto store_o = [&](const Chunk& chunk) {
-    store_rows(o_packed, out, lane, chunk.n,
-               row_of(p.o, chunk.first, task.head, p.V) + task.tile * kValueTile + 16 * warp, p.o.stride);
-  };
+  const int64_t column = task.head * p.V + task.tile * kValueTile + 16 * warp;
+  LaneRows o_rows(p.o.data, p.o.stride, task.begin, column, lane);
+  LaneRows x_rows(w.x, p.HV * p.V, task.begin, column, lane);
+  // Images of the states at the starts of the second, third .. chunk.
+  const int64_t state_stride = p.HV * p.V * K / 8;  // uint4
+  uint4* states = w.states == nullptr ? nullptr
+                                      : reinterpret_cast<uint4*>(w.states) + task.begin / kChunk * state_stride +
+                                            (task.head * p.V + task.tile * kValueTile) * K / 8 + warp * 128 + lane;
   for (int index = 0; index < task.num_chunks; ++index) {
     const Chunk chunk = task.chunk(index);
     const uint32_t stage = base + index % kStages * Layout::kStageBytes;
@@ -287,10 +309,14 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     // While they run: what is left to store of the last chunk.
     uint32_t v[4][4];
     load_rows_transposed(v, stage + Layout::kRows, warp, lane);
-    if (index > 0 && w.states != nullptr)
-      store_state_image<K>(a, base + Layout::kState, warp, lane,
-                           w.states + ((chunk.state_slot() * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
-    if (index > 0 && p.o.data != nullptr) store_o(task.chunk(index - 1));
+    if (index > 0 && states != nullptr) {
+      store_state_image<K>(a, base + Layout::kState, warp, lane, states);
+      states += state_stride;
+    }
+    if (index > 0 && o_rows.data != nullptr) {
+      store_rows(o_packed, out, lane, kChunk, o_rows);
+      o_rows.move(1);
+    }
     warpgroup_wait<1>();
     pin(r);
 #pragma unroll
@@ -317,9 +343,10 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     warpgroup_commit();
     multiply_transposed<true, 4>(o, x, stage + Layout::kAqk);
     warpgroup_commit();
-    if (w.x != nullptr)
-      store_rows(x, out, lane, chunk.n,
-                 w.x + (chunk.first * p.HV + task.head) * p.V + task.tile * kValueTile + 16 * warp, p.HV * p.V);
+    if (x_rows.data != nullptr) {
+      store_rows(x, out, lane, chunk.n, x_rows);
+      x_rows.move(1);
+    }
     warpgroup_wait<0>();
     pin(s);
     pin(o);
@@ -328,7 +355,8 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     pack_operand<kSteps>(s, a);
     pack_operand<4>(o, o_packed);
   }
-  if (task.num_chunks > 0 && p.o.data != nullptr) store_o(task.chunk(task.num_chunks - 1));
+  if (task.num_chunks > 0 && o_rows.data != nullptr)
+    store_rows(o_packed, out, lane, task.chunk(task.num_chunks - 1).n, o_rows);
   store_state<K>(p.final_state == nullptr ? nullptr : p.final_state + document_head * K * p.V, p.V, value, t, s);
 }
 
@@ -350,6 +378,12 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   const uint32_t out = base + Layout::kOut + warp * kChunk * kOutPitch;
   float ds[K / 8][4];
   load_state<K>(p.d_final_state == nullptr ? nullptr : p.d_final_state + document_head * K * p.V, p.V, value, t, ds);
+  LaneRows dv_rows(p.dv.data, p.dv.stride, task.begin, task.head * p.V + task.tile * kValueTile + 16 * warp, lane);
+  dv_rows.move(task.num_chunks - 1);
+  // Images of dS at the ends of the chunks.
+  const int64_t state_stride = p.HV * p.V * K / 8;  // uint4
+  uint4* states = reinterpret_cast<uint4*>(w.dstates) + (task.first_slot + task.num_chunks - 1) * state_stride +
+                  (task.head * p.V + task.tile * kValueTile) * K / 8 + warp * 128 + lane;
   uint32_t a[kSteps][4];
   for (int i = 0; i < task.num_chunks; ++i) {
     const int index = task.num_chunks - 1 - i;
@@ -369,10 +403,8 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     warpgroup_commit();
     multiply<1, 4>(ds, d_o, stage + Layout::kQb);
     warpgroup_commit();
-    if (i > 0 || p.d_final_state != nullptr)
-      store_state_image<K>(
-          a, base + Layout::kState, warp, lane,
-          w.dstates + (((task.first_slot + index) * p.HV + task.head) * p.V + task.tile * kValueTile) * K);
+    if (i > 0 || p.d_final_state != nullptr) store_state_image<K>(a, base + Layout::kState, warp, lane, states);
+    states -= state_stride;
     warpgroup_wait<1>();
     pin(y);
     uint32_t x[4][4];
@@ -395,8 +427,8 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     warpgroup_fence();
     multiply<-1, 4>(ds, x, stage + Layout::kKb);
     warpgroup_commit();
-    store_rows(x, out, lane, chunk.n, row_of(p.dv, chunk.first, task.head, p.V) + task.tile * kValueTile + 16 * warp,
-               p.dv.stride);
+    store_rows(x, out, lane, chunk.n, dv_rows);
+    dv_rows.move(-1);
     warpgroup_wait<0>();
     pin(ds);
     sync_warp();

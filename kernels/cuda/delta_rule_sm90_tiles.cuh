@@ -135,13 +135,19 @@ __device__ __forceinline__ void add_tile(uint32_t stage, TileSums<K>& sums) {
     load_matrices(d_o, stage + Layout::kDo + rows);
     load_matrices(dv, stage + Layout::kDv + rows);
     load_matrices(x, stage + Layout::kX + rows);
-#pragma unroll
-    for (int c = 0; c < TileSums<K>::kTiles; ++c) {
+    // S0 and dS of 16 channels, loaded one round ahead.
+    uint32_t states[2][2][4];
+    const auto load_states = [&](int c) {
       const int piece = half * (K / 16) + 2 * c + piece_b;
       const uint32_t image = piece / 8 * kTileBytes + image_piece(16 * step + row_b, piece % 8);
-      uint32_t s[4], ds[4];
-      load_matrices_transposed(s, stage + Layout::kS + image);
-      load_matrices_transposed(ds, stage + Layout::kDs + image);
+      load_matrices_transposed(states[c % 2][0], stage + Layout::kS + image);
+      load_matrices_transposed(states[c % 2][1], stage + Layout::kDs + image);
+    };
+    load_states(0);
+#pragma unroll
+    for (int c = 0; c < TileSums<K>::kTiles; ++c) {
+      if (c + 1 < TileSums<K>::kTiles) load_states(c + 1);
+      const uint32_t(&s)[4] = states[c % 2][0], (&ds)[4] = states[c % 2][1];
       mma_k16(sums.dqb[c][0], s[0], s[1], s[2], s[3], d_o[0], d_o[1]);
       mma_k16(sums.dqb[c][1], s[0], s[1], s[2], s[3], d_o[2], d_o[3]);
       mma_k16(sums.dkb[c][0], s[0], s[1], s[2], s[3], dv[0], dv[1]);
