@@ -121,7 +121,7 @@ __device__ inline void start_scan(uint32_t base) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(base + Layout::kBarriers + 8 * i, 1 + 32);
-      barrier_init(base + Layout::kBarriers + 8 * (kStages + i), kScanConsumers / 32);
+      barrier_init(base + Layout::kBarriers + 8 * (kStages + i), kScanConsumers);
     }
     barrier_init_fence();
   }
@@ -350,8 +350,7 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     warpgroup_wait<0>();
     pin(s);
     pin(o);
-    sync_warp();
-    if (lane == 0) barrier_arrive(barrier + 8 * kStages);
+    barrier_arrive(barrier + 8 * kStages);
     pack_operand<kSteps>(s, a);
     pack_operand<4>(o, o_packed);
   }
@@ -431,8 +430,7 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     dv_rows.move(-1);
     warpgroup_wait<0>();
     pin(ds);
-    sync_warp();
-    if (lane == 0) barrier_arrive(barrier + 8 * kStages);
+    barrier_arrive(barrier + 8 * kStages);
   }
   store_state<K>(p.d_initial_state == nullptr ? nullptr : p.d_initial_state + document_head * K * p.V, p.V, value, t,
                  ds);
