@@ -266,7 +266,7 @@ TEST(PublicTokenizer, RefusesByNameWhatItDoesNotKnow) {
       {"gpt2", "\"merges\":[[", "\"merges\":[[\"q!\",\"z\"],[", ".model.merges[0]: 'q!' is not in the vocabulary"},
       {"gpt2", "\"merges\":[[", "\"merges\":[\"a b c\",[", ".model.merges[0]: expected two pieces"},
       {"gpt2", "\"</s>\":1", "\"</s>\":0", "is both"},
-      {"gpt2", "\"</s>\":1", "\"</s>\":9000000", "expected an id from 0 to"},
+      {"gpt2", "\"</s>\":1", "\"</s>\":9000000", "expected a whole number from 0 to"},
       {"gpt2", "\"id\":0", "\"id\":7", "has id 7, but the model gives it 0"},
       {"llama3", "\"Isolated\"", "\"Odd\"", "the behaviour 'Odd' is not supported"},
       {"llama3", "(?i:", "(?P<x>", "has '(?P'"},
