@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
 #include <map>
+#include <optional>
 #include <tuple>
 
 #include "parallel/planned_mesh.h"
@@ -110,23 +112,43 @@ double in_gib(int64_t bytes) {
 Plan plan_layouts(const Config& config, const PlanRequest& request, Console& console) {
   Plan plan{.request = request};
   const std::vector<Candidate> all = candidates(request);
-  ProgressBar progress(console, "plan", static_cast<int64_t>(all.size()), "layouts");
-  std::map<std::string, std::string> refused;  // reason -> layouts
-  for (const Candidate& candidate : all) {
+  const auto count = static_cast<int64_t>(all.size());
+  ProgressBar progress(console, "plan", count, "layouts");
+  struct Outcome {
+    std::optional<PlannedLayout> planned;
+    std::string refused;  // why not
+  };
+  std::vector<Outcome> outcomes(all.size());
+  std::exception_ptr fault;
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t i = 0; i < count; ++i) {
     try {
-      const PlannedLayout planned = plan_layout(config, candidate, request.ranks_per_host);
-      const int64_t bytes = planned.regions.total();
-      plan.least_bytes = plan.least_bytes == 0 ? bytes : std::min(plan.least_bytes, bytes);
-      if (request.max_bytes && bytes > *request.max_bytes) {
-        ++plan.too_large;
-      } else {
-        plan.layouts.push_back(planned);
-      }
+      outcomes[i].planned = plan_layout(config, all[i], request.ranks_per_host);
     } catch (const UserError& error) {
-      std::string& layouts = refused[error.what()];
-      if (candidate.zero == 1) layouts += (layouts.empty() ? "" : ", ") + name_of(candidate.mesh);
+      outcomes[i].refused = error.what();
+    } catch (...) {
+#pragma omp critical(plan_fault)
+      fault = std::current_exception();
     }
+#pragma omp critical(plan_progress)
     progress.add(1);
+  }
+  if (fault) std::rethrow_exception(fault);
+  std::map<std::string, std::string> refused;  // reason -> layouts
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (!outcomes[i].planned) {
+      std::string& layouts = refused[outcomes[i].refused];
+      if (all[i].zero == 1) layouts += (layouts.empty() ? "" : ", ") + name_of(all[i].mesh);
+      continue;
+    }
+    const PlannedLayout& planned = *outcomes[i].planned;
+    const int64_t bytes = planned.regions.total();
+    plan.least_bytes = plan.least_bytes == 0 ? bytes : std::min(plan.least_bytes, bytes);
+    if (request.max_bytes && bytes > *request.max_bytes) {
+      ++plan.too_large;
+    } else {
+      plan.layouts.push_back(planned);
+    }
   }
   for (const auto& [reason, layouts] : refused) plan.refused.push_back(layouts + ": " + reason);
   std::sort(plan.layouts.begin(), plan.layouts.end(), [](const PlannedLayout& a, const PlannedLayout& b) {
@@ -164,7 +186,11 @@ std::string to_text(const Plan& plan, size_t most) {
   if (plan.too_large > 0)
     text += fmt::format("{} layouts need more than {:.1f} GiB a rank; the least that any needs is {:.2f} GiB\n",
                         plan.too_large, in_gib(*plan.request.max_bytes), in_gib(plan.least_bytes));
-  for (const std::string& reason : plan.refused) text += "cannot run: " + reason + "\n";
+  constexpr size_t kMostReasons = 8;
+  for (size_t i = 0; i < std::min(kMostReasons, plan.refused.size()); ++i)
+    text += "cannot run: " + plan.refused[i] + "\n";
+  if (plan.refused.size() > kMostReasons)
+    text += fmt::format("and {} reasons more\n", plan.refused.size() - kMostReasons);
   return text;
 }
 
