@@ -2,6 +2,8 @@
 // number from it, and do nothing in a step that is not applied.
 #include "kernels/adamw.h"
 
+#include <algorithm>
+
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/reduce.cuh"
 

@@ -1,6 +1,8 @@
 // Softmax cross-entropy. One block a row of logits; sums of tokens by one block in a fixed order.
 #include "kernels/cross_entropy.h"
 
+#include <algorithm>
+
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/reduce.cuh"
 

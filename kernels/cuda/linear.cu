@@ -3,6 +3,8 @@
 // The library is column-major, so a row-major product C = A B is asked of it as C^T = B^T A^T.
 #include "kernels/linear.h"
 
+#include <algorithm>
+
 #include <bit>
 
 #include "kernels/cuda/elementwise.h"

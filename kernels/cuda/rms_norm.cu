@@ -5,6 +5,8 @@
 // dw: every warp sums its rows in shared memory, the block's warps are added into a row of `sums`, and these at last.
 #include "kernels/rms_norm.h"
 
+#include <algorithm>
+
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/reduce.cuh"
 

@@ -3,6 +3,8 @@
 // Angles are computed in f64 whatever the type of x: at position 100000 an f32 angle is off by 1e-2.
 #include "kernels/rotary.h"
 
+#include <algorithm>
+
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/numbers.cuh"
 

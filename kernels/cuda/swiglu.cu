@@ -1,6 +1,8 @@
 // SwiGLU. Grid: x over packs of a row's columns, y over tokens.
 #include "kernels/swiglu.h"
 
+#include <algorithm>
+
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/numbers.cuh"
 

@@ -105,11 +105,10 @@ __device__ inline void for_each_pair(Unit& unit, int first_row, int first_column
 
 // ---- moving rows between global and shared memory, by the whole block ----
 
-// What can be moved in packs of kRowPad<T> elements: rows that start on 16 bytes.
+// What load_tile may move in packs: rows of `size` elements that start on 16 bytes.
 template <class T>
-inline bool rows_are_packed(const Tensor& tensor, int64_t size) {
-  return size % kRowPad<T> == 0 && tensor.row_stride() % kRowPad<T> == 0 &&
-         reinterpret_cast<uintptr_t>(tensor.raw()) % 16 == 0;
+bool packed_rows(const Rows<T>& rows, int64_t size) {
+  return size % kRowPad<T> == 0 && rows.stride % kRowPad<T> == 0 && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
 }
 
 // to [rows, columns] (rows `ld` apart) = from [n, size], zero outside. columns is a multiple of the pack.

@@ -1,7 +1,6 @@
 #include "tests/support/delta_rule_case.h"
 
 #include <cmath>
-#include <cstring>
 
 #include "kernels/random.h"
 #include "tests/support/tensors.h"
@@ -10,58 +9,41 @@ namespace palimpsest::support {
 
 namespace {
 
-void fill_with_nan(Arena& arena) {
-  const Arena::Scope scope(arena);
-  const Tensor all = arena.allocate(DType::kU8, {arena.capacity()});
-  if (arena.capacity() > 0) std::memset(all.raw(), 0xff, static_cast<size_t>(arena.capacity()));
-}
-
-template <class T>
 class Run {
  public:
-  Run(const DeltaRuleCase& c, int64_t gap) : case_(c), gap_(gap) {}
+  Run(const DeltaRuleCase& c, DType dtype, int64_t gap, Device device)
+      : case_(c), dtype_(dtype), gap_(gap), device_(device) {}
 
   double loss() {
-    const Documents documents(case_.offsets);
-    const DeltaRuleInputs in = inputs();
-    const DeltaRuleOutputs out = {.o = output("output"), .final_state = output("final_state")};
-    const auto call = [&](Arena& scratch, Arena& activations) {
-      Stream stream(Device::kCpu, scratch);
-      delta_rule_forward(
-          stream, out,
-          allocate_delta_rule_saved(activations, DTypeOf<T>::value, delta_rule_shape(in, documents), case_.options), in,
-          case_.options, documents);
-    };
-    run_in_planned_memory(call);
-    double sum = dot(out.o, input("grad_output"));
-    if (case_.in.count("grad_final_state") != 0) sum += dot(out.final_state, input("grad_final_state"));
+    make_inputs();
+    for (const char* name : {"output", "final_state"}) make(name);
+    run_in_planned_memory([&](Stream& stream, Arena& activations) { forward(stream, activations); });
+    double sum = dot(argument("output"), argument("grad_output"));
+    if (case_.in.count("grad_final_state") != 0) sum += dot(argument("final_state"), argument("grad_final_state"));
     return sum;
   }
 
   NamedArrays run() {
-    const Documents documents(case_.offsets);
-    const DeltaRuleInputs in = inputs();
-    const Tensor d_o = input("grad_output"), d_final_state = input("grad_final_state");
-    const DeltaRuleOutputs out = {.o = output("output"), .final_state = output("final_state")};
-    const DeltaRuleGrads grads = {.dq = gradient("q"),
-                                  .dk = gradient("k"),
-                                  .dv = gradient("v"),
-                                  .dbeta_logit = gradient("beta_logit"),
-                                  .dgate_logit = gradient("gate_logit"),
-                                  .dA_log = gradient("A_log"),
-                                  .ddt_bias = gradient("dt_bias"),
-                                  .d_initial_state = gradient("initial_state")};
-    for (const Tensor& accumulated : {grads.dA_log, grads.ddt_bias})
-      if (accumulated.defined()) fill(accumulated, 0);
+    make_inputs();
+    for (const char* name : {"output", "final_state"}) make(name);
+    for (const char* name : {"q", "k", "v", "beta_logit", "gate_logit", "A_log", "dt_bias", "initial_state"})
+      if (case_.in.count(name) != 0) make(std::string("grad.") + name);
+    for (const char* accumulated : {"grad.A_log", "grad.dt_bias"})
+      if (tensors_.count(accumulated) != 0) fill(tensors_.at(accumulated), 0);
 
-    const auto call = [&](Arena& scratch, Arena& activations) {
-      const DeltaRuleSaved saved =
-          allocate_delta_rule_saved(activations, DTypeOf<T>::value, delta_rule_shape(in, documents), case_.options);
-      Stream stream(Device::kCpu, scratch);
-      delta_rule_forward(stream, out, saved, in, case_.options, documents);
-      delta_rule_backward(stream, grads, d_o, d_final_state, saved, in, case_.options, documents);
-    };
-    run_in_planned_memory(call);
+    run_in_planned_memory([&](Stream& stream, Arena& activations) {
+      const DeltaRuleSaved saved = forward(stream, activations);
+      const DeltaRuleGrads grads = {.dq = argument("grad.q"),
+                                    .dk = argument("grad.k"),
+                                    .dv = argument("grad.v"),
+                                    .dbeta_logit = argument("grad.beta_logit"),
+                                    .dgate_logit = argument("grad.gate_logit"),
+                                    .dA_log = argument("grad.A_log"),
+                                    .ddt_bias = argument("grad.dt_bias"),
+                                    .d_initial_state = argument("grad.initial_state")};
+      delta_rule_backward(stream, grads, argument("grad_output"), argument("grad_final_state"), saved, inputs(),
+                          case_.options, documents_);
+    });
 
     NamedArrays results;
     for (auto& [name, tensor] : tensors_) {
@@ -76,50 +58,83 @@ class Run {
   }
 
  private:
-  // Once on planning arenas, then on arenas of just the size that planning found, filled with NaN.
+  DeltaRuleSaved forward(Stream& stream, Arena& activations) {
+    const DeltaRuleInputs in = inputs();
+    const DeltaRuleSaved saved =
+        allocate_delta_rule_saved(activations, dtype_, delta_rule_shape(in, documents_), case_.options);
+    delta_rule_forward(stream, {.o = argument("output"), .final_state = argument("final_state")}, saved, in,
+                       case_.options, documents_);
+    return saved;
+  }
+
+  // Once on planning arenas, then on arenas of just the size that planning found, filled with NaN. On a GPU the tensors
+  // are copied there and back.
   template <class Call>
-  static void run_in_planned_memory(Call call) {
-    Arena planned_scratch = Arena::planning("scratch", Device::kCpu);
-    Arena planned_activations = Arena::planning("activations", Device::kCpu);
-    call(planned_scratch, planned_activations);
-    Arena scratch("scratch", Device::kCpu, planned_scratch.peak());
-    Arena activations("activations", Device::kCpu, planned_activations.peak());
-    fill_with_nan(scratch);
-    fill_with_nan(activations);
-    call(scratch, activations);
+  void run_in_planned_memory(Call call) {
+    Arena planned_scratch = Arena::planning("scratch", device_);
+    Arena planned_activations = Arena::planning("activations", device_);
+    Arena planned_tensors = Arena::planning("tensors", device_);
+    Stream planning(device_, planned_scratch);
+    place_tensors(planning, planned_tensors);
+    call(planning, planned_activations);
+    Arena scratch("scratch", device_, planned_scratch.peak());
+    Arena activations("activations", device_, planned_activations.peak());
+    Arena tensors("tensors", device_, planned_tensors.peak());
+    Stream stream(device_, scratch);
+    fill_with_nan(stream, scratch);
+    fill_with_nan(stream, activations);
+    place_tensors(stream, tensors);
+    call(stream, activations);
     CHECK(scratch.used() == 0, "the op left ", scratch.used(), " bytes of workspace");
+    if (device_ == Device::kCuda)
+      for (auto& [name, tensor] : tensors_) tensor.copy_from(stream, placed_.at(name));
+    placed_.clear();
+  }
+
+  void place_tensors(const Stream& stream, Arena& arena) {
+    if (device_ == Device::kCuda)
+      for (const auto& [name, tensor] : tensors_) placed_[name] = tensor.copy_to(stream, arena);
   }
 
   DeltaRuleInputs inputs() {
-    return {.q = input("q"),
-            .k = input("k"),
-            .v = input("v"),
-            .beta_logit = input("beta_logit"),
-            .gate_logit = input("gate_logit"),
-            .A_log = input("A_log"),
-            .dt_bias = input("dt_bias"),
-            .initial_state = input("initial_state")};
+    return {.q = argument("q"),
+            .k = argument("k"),
+            .v = argument("v"),
+            .beta_logit = argument("beta_logit"),
+            .gate_logit = argument("gate_logit"),
+            .A_log = argument("A_log"),
+            .dt_bias = argument("dt_bias"),
+            .initial_state = argument("initial_state")};
   }
-  Tensor input(const std::string& name) {
-    const auto found = case_.in.find(name);
-    if (found == case_.in.end()) return {};
-    const Tensor tensor = output(name);
-    set_values(tensor, found->second);
-    inputs_[name] = values_of(tensor);
-    return tensor;
+  // What the op is given; absent when it was not made.
+  Tensor argument(const std::string& name) const {
+    if (tensors_.count(name) == 0) return {};
+    const auto placed = placed_.find(name);
+    return placed != placed_.end() ? placed->second : tensors_.at(name).tensor();
   }
-  Tensor gradient(const std::string& name) { return case_.in.count(name) == 0 ? Tensor() : output("grad." + name); }
-  Tensor output(const std::string& name) {
-    const Shape shape = case_.shape_of(name);
+  void make_inputs() {
+    for (const auto& [name, values] : case_.in) {
+      make(name);
+      set_values(tensors_.at(name), values);
+      inputs_[name] = values_of(tensors_.at(name));
+    }
+  }
+  void make(const std::string& name) {
     const bool over_tokens = name.find("A_log") == std::string::npos && name.find("dt_bias") == std::string::npos &&
-                             name.find("_state") == std::string::npos;  // only these may have spaced rows
-    return tensors_.emplace(name, OwnedTensor(DTypeOf<T>::value, shape, over_tokens ? gap_ : 0)).first->second;
+                             name.find("_state") == std::string::npos;
+    // Only these may have spaced rows; the others are f32 beside bf16.
+    const DType dtype = over_tokens || dtype_ != DType::kBF16 ? dtype_ : DType::kF32;
+    tensors_.emplace(name, OwnedTensor(dtype, case_.shape_of(name), over_tokens ? gap_ : 0));
   }
 
   const DeltaRuleCase& case_;
+  const Documents documents_{case_.offsets};
+  DType dtype_;
   int64_t gap_;
-  std::map<std::string, OwnedTensor> tensors_;
-  NamedArrays inputs_;  // as stored
+  Device device_;
+  std::map<std::string, OwnedTensor> tensors_;  // in host memory
+  std::map<std::string, Tensor> placed_;        // on the GPU
+  NamedArrays inputs_;                          // as stored
 };
 
 }  // namespace
@@ -138,15 +153,12 @@ Shape DeltaRuleCase::shape_of(const std::string& name) const {
   return {num_documents(), HV, K, V};
 }
 
-NamedArrays run_delta_rule(const DeltaRuleCase& c, DType dtype, RowSpacing spacing) {
-  const int64_t gap = spacing == RowSpacing::kGaps ? 5 : 0;
-  if (dtype == DType::kF64) return Run<double>(c, gap).run();
-  CHECK(dtype == DType::kF32, "delta rule cases run in f32 or f64, not ", name_of(dtype));
-  return Run<float>(c, gap).run();
+NamedArrays run_delta_rule(const DeltaRuleCase& c, DType dtype, RowSpacing spacing, Device device) {
+  return Run(c, dtype, spacing == RowSpacing::kGaps ? 5 : 0, device).run();
 }
 
 double delta_rule_loss(const DeltaRuleCase& c) {
-  return Run<double>(c, 0).loss();
+  return Run(c, DType::kF64, 0, Device::kCpu).loss();
 }
 
 NamedArrays plain_delta_rule(const DeltaRuleCase& c) {

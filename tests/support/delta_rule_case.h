@@ -31,8 +31,9 @@ struct DeltaRuleCase {
 
 enum class RowSpacing : uint8_t { kNone, kGaps };
 
-// `output`, `final_state`, and the gradient of every input X as `grad.X`.
-NamedArrays run_delta_rule(const DeltaRuleCase& c, DType dtype, RowSpacing spacing = RowSpacing::kNone);
+// `output`, `final_state`, and the gradient of every input X as `grad.X`. On the CPU f32 or f64, on a GPU f32 or bf16.
+NamedArrays run_delta_rule(const DeltaRuleCase& c, DType dtype, RowSpacing spacing = RowSpacing::kNone,
+                           Device device = Device::kCpu);
 
 // The loss of the case, by the op's forward in f64.
 double delta_rule_loss(const DeltaRuleCase& c);

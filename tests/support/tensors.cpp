@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 
+#include "kernels/device.h"
 #include "kernels/random.h"
 
 namespace palimpsest::support {
@@ -107,6 +108,34 @@ bool OwnedTensor::surroundings_untouched() const {
     std::copy_n(memory_.begin() + at, width, expected.begin() + at);
   }
   return expected == memory_;
+}
+
+Tensor OwnedTensor::copy_to(const Stream& stream, Arena& arena) const {
+  const auto size = static_cast<int64_t>(memory_.size());
+  const Tensor bytes = arena.allocate(DType::kU8, {size});
+  transfer(stream, bytes, Tensor(const_cast<std::byte*>(memory_.data()), DType::kU8, {size}));
+  const Shape& shape = tensor_.shape();
+  std::byte* first = static_cast<std::byte*>(bytes.raw()) + kZone * size_of(tensor_.dtype());
+  if (tensor_.contiguous()) return Tensor(first, tensor_.dtype(), shape, bytes.device());
+  return Tensor(first, tensor_.dtype(), {shape[0], tensor_.row_stride()}, bytes.device())
+      .columns(0, tensor_.row_size())
+      .view(shape);
+}
+
+void OwnedTensor::copy_from(const Stream& stream, const Tensor& there) {
+  const auto size = static_cast<int64_t>(memory_.size());
+  std::byte* first = static_cast<std::byte*>(there.raw()) - kZone * size_of(tensor_.dtype());
+  transfer(stream, Tensor(memory_.data(), DType::kU8, {size}), Tensor(first, DType::kU8, {size}, there.device()));
+}
+
+bool has_gpu() {
+  return num_gpus() > 0;
+}
+
+void fill_with_nan(const Stream& stream, Arena& arena) {
+  const Arena::Scope scope(arena);
+  std::vector<std::byte> ones(static_cast<size_t>(arena.capacity()), std::byte{0xff});
+  transfer(stream, arena.allocate(DType::kU8, {arena.capacity()}), Tensor(ones.data(), DType::kU8, {arena.capacity()}));
 }
 
 std::vector<double> values_of(const Tensor& tensor) {

@@ -25,6 +25,10 @@ class OwnedTensor {
   // False when a gap or a zone was written to.
   bool surroundings_untouched() const;
 
+  // The same tensor, with its gaps and zones, in memory of the arena, which may be a GPU's; and back from there.
+  Tensor copy_to(const Stream& stream, Arena& arena) const;
+  void copy_from(const Stream& stream, const Tensor& there);
+
  private:
   std::vector<std::byte> memory_;
   std::vector<std::byte> untouched_;  // memory_ as it was made
@@ -43,6 +47,11 @@ class CpuStream {
   std::unique_ptr<Arena> scratch_;
   Stream stream_;
 };
+
+// Whether the tests of this program have a GPU to run on.
+bool has_gpu();
+// Fills the whole arena, host or GPU, with bytes that are NaN as f32, f64 and bf16.
+void fill_with_nan(const Stream& stream, Arena& arena);
 
 std::vector<double> values_of(const Tensor& tensor);
 void set_values(const Tensor& tensor, const std::vector<double>& values);

@@ -1,0 +1,162 @@
+// The delta rule on GPUs: workspace, and the kernels in their order (see delta_rule.cuh). Both forms run chunkwise.
+#include "kernels/cuda/delta_rule.cuh"
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/cuda/tile.cuh"
+
+namespace palimpsest::cuda {
+
+namespace {
+
+float* optional_floats(const Tensor& tensor) {
+  return tensor.defined() ? tensor.data<float>() : nullptr;
+}
+
+ChunkList make_chunks(const Stream& stream, const Documents& documents, int64_t chunk_size) {
+  std::vector<int64_t> first_chunk = {0};
+  for (int64_t document = 0; document < documents.count(); ++document)
+    first_chunk.push_back(first_chunk.back() + ceil_div(documents.length(document), chunk_size));
+  return {.documents = upload(stream, documents),
+          .first_chunk = upload_numbers(stream, first_chunk),
+          .num_chunks = first_chunk.back(),
+          .C = static_cast<int>(chunk_size),
+          .rows = std::max(static_cast<int>(chunk_size), kUnitColumns)};
+}
+
+template <class T>
+DecayGate<T> make_gate(const DeltaRuleInputs& in, const DeltaRuleOptions& options) {
+  using Kind = typename DecayGate<T>::Kind;
+  DecayGate<T> gate;
+  if (options.decay == Decay::kNone) return gate;
+  gate.vector = options.decay == Decay::kVector;
+  gate.W = gate.vector ? in.q.dim(2) : 1;
+  gate.kind = options.gate == Gate::kFixed      ? Kind::kFixed
+              : options.gate == Gate::kSoftplus ? Kind::kSoftplus
+                                                : Kind::kBounded;
+  gate.lower_bound = static_cast<float>(options.gate_lower_bound);
+  gate.first_value_head = options.first_value_head;
+  gate.logit = Rows<T>(in.gate_logit);
+  gate.A_log = optional_floats(in.A_log);
+  gate.dt_bias = optional_floats(in.dt_bias);
+  return gate;
+}
+
+// The problem with its workspace from the stream's scratch memory, and what is saved where `saved` has it, else there.
+template <class T>
+DeltaProblem<T> make_problem(Stream& stream, const DeltaRuleSaved& saved, const DeltaRuleInputs& in,
+                             const DeltaRuleOptions& options, const Documents& documents) {
+  Arena& scratch = stream.scratch();
+  const DType dtype = DTypeOf<T>::value;
+  const DeltaRuleShape shape = delta_rule_shape(in, documents);
+  DeltaProblem<T> p = {};
+  p.N = shape.N;
+  p.H = shape.H;
+  p.HV = shape.HV;
+  p.K = shape.K;
+  p.V = shape.V;
+  p.Kp = ceil_div(shape.K, kUnitColumns) * kUnitColumns;
+  p.delta = options.delta_rule == DeltaRule::kOn;
+  p.l2norm = options.l2norm_qk;
+  p.l2norm_eps = static_cast<float>(options.l2norm_eps);
+  p.scale = static_cast<float>(options.scale);
+  p.beta_scale = static_cast<float>(options.beta_scale);
+  p.chunks = make_chunks(stream, documents, options.chunk_size);
+  p.gate = make_gate<T>(in, options);
+  p.q = Rows<T>(in.q);
+  p.k = Rows<T>(in.k);
+  p.v = Rows<T>(in.v);
+  p.beta_logit = Rows<T>(in.beta_logit);
+  p.initial_state = optional_floats(in.initial_state);
+  const int64_t N = p.N, HV = p.HV, C = options.chunk_size;
+  for (T** operand : {&p.Qb, &p.Kb, &p.Kt}) *operand = scratch.allocate(dtype, Shape{N, HV, p.Kp}).data<T>();
+  p.chunk_decay = scratch.allocate(DType::kF32, Shape{N / C + documents.count() + 1, HV, p.Kp}).data<float>();
+  for (float** factor : {&p.q_factor, &p.k_factor})
+    *factor = scratch.allocate(DType::kF32, Shape{N, p.H}).data<float>();
+  p.m = Rows<T>(saved.m);
+  if (p.delta && !saved.m.defined()) p.m = Rows<T>(scratch.allocate(dtype, Shape{N, HV, C}));
+  p.aqk = Rows<T>(saved.aqk.defined() ? saved.aqk : scratch.allocate(dtype, Shape{N, HV, C}));
+  p.x = Rows<T>(saved.x);
+  p.states = optional_floats(saved.states);
+  return p;
+}
+
+template <class T>
+void forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved, const DeltaRuleInputs& in,
+             const DeltaRuleOptions& options, const Documents& documents) {
+  const Arena::Scope scope(stream.scratch());
+  const DeltaProblem<T> p = make_problem<T>(stream, saved, in, options, documents);
+  launch_prepare(stream, p, Keep::kYes);
+  launch_scan(stream, p,
+              {.o = Rows<T>(out.o), .x = p.x, .states = p.states, .final_state = optional_floats(out.final_state)});
+}
+
+template <class T>
+void backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, const Tensor& d_final_state,
+              const DeltaRuleSaved& saved, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
+              const Documents& documents) {
+  Arena& scratch = stream.scratch();
+  const Arena::Scope scope(scratch);
+  DeltaProblem<T> p = make_problem<T>(stream, saved, in, options, documents);
+  const int64_t N = p.N, HV = p.HV, slots = std::max<int64_t>(N - 1, 0) / options.chunk_size;
+  const auto floats = [&](Shape shape) { return scratch.allocate(DType::kF32, shape).template data<float>(); };
+  // 1. what forward did not keep
+  launch_prepare(stream, p, saved.aqk.defined() ? Keep::kNo : Keep::kYes);
+  if (!saved.x.defined()) {
+    p.x = Rows<T>(scratch.allocate(DTypeOf<T>::value, Shape{N, HV, p.V}));
+    p.states = floats(Shape{slots, HV, p.K, p.V});
+    launch_scan(stream, p, {.o = {}, .x = p.x, .states = p.states, .final_state = nullptr});
+  }
+  // 2. through the chunks in reverse
+  float* d_states = floats(Shape{slots, HV, p.K, p.V});
+  float* dbeta_shares = p.delta ? floats(Shape{ceil_div(p.V, kUnitColumns), N, HV}) : nullptr;
+  launch_reverse_scan(stream, p,
+                      {.dv = Rows<T>(grads.dv),
+                       .d_states = d_states,
+                       .d_initial = optional_floats(grads.d_initial_state),
+                       .dbeta_shares = dbeta_shares,
+                       .d_o = Rows<T>(d_o),
+                       .d_final_state = optional_floats(d_final_state)});
+  // 3. inside them
+  float *dq = floats(Shape{N, HV, p.Kp}), *dk = floats(Shape{N, HV, p.Kp}), *dg = nullptr;
+  if (p.gate.has_gradient())
+    dg = p.gate.vector ? floats(Shape{N, HV, p.Kp}) : floats(Shape{ceil_div(p.Kp, kSlice), N, HV});
+  launch_local(stream, p,
+               {.dq = dq,
+                .dk = dk,
+                .dg = dg,
+                .d_o = Rows<T>(d_o),
+                .dv = Rows<T>(grads.dv),
+                .d_states = d_states,
+                .d_final_state = optional_floats(d_final_state)});
+  // 4. to the raw inputs
+  launch_finish(stream, p,
+                {.dq = Rows<T>(grads.dq),
+                 .dk = Rows<T>(grads.dk),
+                 .dbeta_logit = Rows<T>(grads.dbeta_logit),
+                 .dgate_logit = Rows<T>(grads.dgate_logit),
+                 .dA_log = optional_floats(grads.dA_log),
+                 .ddt_bias = optional_floats(grads.ddt_bias),
+                 .dq_normalised = dq,
+                 .dk_normalised = dk,
+                 .dg = dg,
+                 .dbeta_shares = dbeta_shares});
+}
+
+}  // namespace
+
+void delta_rule_forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved,
+                        const DeltaRuleInputs& in, const DeltaRuleOptions& options, const Documents& documents) {
+  with_float(in.q.dtype(), [&](auto zero) { forward<decltype(zero)>(stream, out, saved, in, options, documents); });
+}
+
+void delta_rule_backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, const Tensor& d_final_state,
+                         const DeltaRuleSaved& saved, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
+                         const Documents& documents) {
+  with_float(in.q.dtype(), [&](auto zero) {
+    backward<decltype(zero)>(stream, grads, d_o, d_final_state, saved, in, options, documents);
+  });
+}
+
+}  // namespace palimpsest::cuda

@@ -1,0 +1,262 @@
+// Every op on a GPU against the CPU in f64, over odd sizes.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "kernels/adamw.h"
+#include "kernels/attention.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/elementwise.h"
+#include "kernels/embedding.h"
+#include "kernels/linear.h"
+#include "kernels/mla_heads.h"
+#include "kernels/random.h"
+#include "kernels/rms_norm.h"
+#include "kernels/rotary.h"
+#include "kernels/short_conv.h"
+#include "kernels/swiglu.h"
+#include "tests/cuda/lab.h"
+
+namespace palimpsest {
+namespace {
+
+using namespace support;
+
+TEST(CudaElementwise, MatchesTheCpu) {
+  for (const int64_t gap : {0, 3, 4})
+    for (const int64_t columns : {37, 256})
+      expect_same_on_gpu([=](Lab& lab) {
+        const Shape shape = {65, 3, columns};
+        const Tensor a = lab.input("a", shape, 1, gap), b = lab.input("b", shape, 1, 4 * gap);
+        add(lab.stream(), lab.output("sum", shape, gap), a, b);
+        copy(lab.stream(), lab.output("copy", shape, gap), a);
+        fill_zero(lab.stream(), lab.output("zero", shape, gap));
+        sigmoid_gate_forward(lab.stream(), lab.output("gated", shape), a, b);
+        sigmoid_gate_backward(lab.stream(), lab.output("dx", shape, gap), lab.output("dz", shape),
+                              lab.input("dy", shape), a, b);
+      });
+}
+
+TEST(CudaLinear, MatchesTheCpu) {
+  struct Sizes {
+    int64_t N, I, O, gap;
+  };
+  for (const auto& [N, I, O, gap] : {Sizes{200, 64, 128, 0}, Sizes{65, 37, 19, 3}, Sizes{1, 128, 8, 8},
+                                     Sizes{130, 256, 72, 8}, Sizes{63, 1, 1, 0}, Sizes{3, 8, 1000, 1}})
+    expect_same_on_gpu(
+        [=](Lab& lab) {
+          const Tensor x = lab.input("x", {N, I}, 1, gap), dy = lab.input("dy", {N, O}, 1, gap);
+          // A weight in the operands' type, and one in f32.
+          const auto with_weight = [&](const std::string& kind, const Tensor& w) {
+            linear_forward(lab.stream(), lab.output("y" + kind, {N, O}, gap), x, w, Write::kOverwrite);
+            linear_forward(lab.stream(), lab.in_place("y more" + kind, {N, O}, 1, gap), x, w, Write::kAccumulate);
+            linear_backward_input(lab.stream(), lab.output("dx" + kind, {N, I}), dy, w, Write::kOverwrite);
+            linear_backward_input(lab.stream(), lab.in_place("dx more" + kind, {N, I}), dy, w, Write::kAccumulate);
+          };
+          with_weight(" own", lab.input("w", {O, I}, 0.2, gap));
+          with_weight(" wide", lab.weight("wide w", {O, I}, 0.2));
+          linear_backward_weight(lab.stream(), lab.accumulated("dw", {O, I}), dy, x);
+        },
+        {.f32 = 2e-6, .bf16 = 6e-3});
+}
+
+TEST(CudaEmbedding, MatchesTheCpu) {
+  for (const int64_t D : {37, 128})
+    for (const int64_t begin : {0, 5})
+      expect_same_on_gpu([=](Lab& lab) {
+        constexpr int64_t N = 700, kVocabulary = 23;
+        std::vector<int64_t> ids;
+        for (int64_t i = 0; i < N; ++i) ids.push_back(static_cast<int64_t>(random_bits(1, 2, i) % kVocabulary));
+        const Tensor tokens = lab.integers("tokens", ids);
+        const VocabRange range = {.begin = begin, .total = kVocabulary};
+        const Tensor table = lab.weight("table", {kVocabulary - 2 * begin, D});
+        embedding_forward(lab.stream(), lab.output("x", {N, D}, 1), tokens, table, range);
+        embedding_backward(lab.stream(), lab.accumulated("dtable", {kVocabulary - 2 * begin, D}),
+                           lab.input("dx", {N, D}, 1, 4), tokens, range);
+      });
+}
+
+TEST(CudaRmsNorm, MatchesTheCpu) {
+  for (const NormWeight kind : {NormWeight::kPlain, NormWeight::kOneCentred})
+    for (const auto& [N, D, gap] : {std::tuple{200, 1024, 8}, std::tuple{63, 37, 3}, std::tuple{1, 5, 0}})
+      expect_same_on_gpu([=, N = N, D = D, gap = gap](Lab& lab) {
+        const Shape shape = {N, D};
+        const Tensor x = lab.input("x", shape, 2, gap), w = lab.weight("w", {D}), rstd = lab.statistics("rstd", {N});
+        rms_norm_forward(lab.stream(), lab.output("y", shape), rstd, x, w, 1e-5, kind);
+        rms_norm_backward(lab.stream(), lab.output("dx", shape, gap), lab.accumulated("dw", {D}),
+                          lab.input("dy", shape), x, w, rstd, kind);
+      });
+}
+
+TEST(CudaRmsNorm, HeadsShareAWeight) {
+  expect_same_on_gpu([](Lab& lab) {
+    const Shape shape = {65, 3, 64};
+    const Tensor x = lab.input("x", shape, 2, 5), w = lab.weight("w", {64}), rstd = lab.statistics("rstd", {65, 3});
+    rms_norm_forward(lab.stream(), lab.output("y", shape), rstd, x, w, 1e-6, NormWeight::kPlain);
+    rms_norm_backward(lab.stream(), lab.output("dx", shape, 8), lab.accumulated("dw", {64}), lab.input("dy", shape), x,
+                      w, rstd, NormWeight::kPlain);
+  });
+}
+
+TEST(CudaGatedRmsNorm, MatchesTheCpu) {
+  for (const GateActivation activation : {GateActivation::kSigmoid, GateActivation::kSilu})
+    for (const int64_t V : {37, 128})
+      expect_same_on_gpu([=](Lab& lab) {
+        const Shape shape = {130, 3, V};
+        const Tensor o = lab.input("o", shape, 2), z = lab.input("z", shape, 1, 4), w = lab.weight("w", {V});
+        const Tensor rstd = lab.statistics("rstd", {130, 3});
+        gated_rms_norm_forward(lab.stream(), lab.output("y", shape, 1), rstd, o, z, w, 1e-5, activation);
+        gated_rms_norm_backward(lab.stream(), lab.output("d_o", shape), lab.output("dz", shape, 4),
+                                lab.accumulated("dw", {V}), lab.input("dy", shape), o, z, w, rstd, activation);
+      });
+}
+
+TEST(CudaShortConv, MatchesTheCpu) {
+  for (const Documents& documents : odd_documents())
+    for (const int64_t W : {1, 2, 3, 4})
+      for (const bool carries : {false, true})
+        expect_same_on_gpu([&, W, carries](Lab& lab) {
+          constexpr int64_t C = 261;
+          const int64_t N = documents.num_tokens();
+          const Shape state_shape = {documents.count(), W - 1, C};
+          const Tensor x = lab.input("x", {N, C}, 1, 5), w = lab.weight("w", {C, 1, W}), dy = lab.input("dy", {N, C});
+          const ConvActivation activation = W == 3 ? ConvActivation::kNone : ConvActivation::kSilu;
+          Tensor initial, d_initial, d_final;
+          if (carries) {
+            initial = lab.input("initial", state_shape);
+            d_final = lab.input("d_final", state_shape);
+            d_initial = lab.output("d_initial", state_shape);
+          }
+          short_conv_forward(lab.stream(), lab.output("y", {N, C}, 3), x, w, initial, documents, activation);
+          short_conv_final_state(lab.stream(), lab.output("final", state_shape), x, initial, documents);
+          short_conv_backward(lab.stream(), lab.output("dx", {N, C}, 2), lab.accumulated("dw", {C, 1, W}), d_initial,
+                              dy, x, w, initial, d_final, documents, activation);
+        });
+}
+
+TEST(CudaRotary, MatchesTheCpu) {
+  for (const RotaryPairs pairs : {RotaryPairs::kInterleaved, RotaryPairs::kHalfSplit})
+    expect_same_on_gpu([=](Lab& lab) {
+      std::vector<int64_t> positions;
+      for (int64_t i = 0; i < 65; ++i) positions.push_back(i * 1999);
+      const Tensor at = lab.integers("positions", positions), inv_freq = lab.wide("inv_freq", {1.0, 0.37, 0.011});
+      const RotaryOptions options = {.offset = 2, .pairs = pairs, .amplitude = 1.2};
+      rotary_forward(lab.stream(), lab.in_place("x", {65, 3, 9}, 1, 3), at, inv_freq, options);
+      rotary_backward(lab.stream(), lab.in_place("dx", {65, 9}), at, inv_freq, options);
+    });
+}
+
+TEST(CudaSwiglu, MatchesTheCpu) {
+  for (const int64_t F : {37, 264})
+    expect_same_on_gpu([=](Lab& lab) {
+      const Tensor gate_up = lab.input("gate_up", {65, 2 * F}, 1, 4), dh = lab.input("dh", {65, F});
+      swiglu_forward(lab.stream(), lab.output("h", {65, F}), gate_up);
+      swiglu_backward(lab.stream(), lab.output("d_gate_up", {65, 2 * F}), lab.output("h again", {65, F}, 4), dh,
+                      gate_up);
+      swiglu_backward(lab.stream(), lab.output("d_gate_up alone", {65, 2 * F}), {}, dh, gate_up);
+    });
+}
+
+TEST(CudaMlaHeads, MatchesTheCpu) {
+  expect_same_on_gpu([](Lab& lab) {
+    constexpr int64_t N = 65, H = 3, kNope = 20, kRope = 6, kValue = 12;
+    const Tensor kv = lab.input("kv", {N, H, kNope + kValue}, 1, 5), k_pe = lab.input("k_pe", {N, kRope}, 1, 2);
+    mla_keys_values_forward(lab.stream(), lab.output("k", {N, H, kNope + kRope}), lab.output("v", {N, H, kValue}), kv,
+                            k_pe);
+    mla_keys_values_backward(lab.stream(), lab.output("dkv", {N, H, kNope + kValue}, 1),
+                             lab.output("dk_pe", {N, kRope}, 3), lab.input("dk", {N, H, kNope + kRope}),
+                             lab.input("dv", {N, H, kValue}));
+  });
+}
+
+struct AttentionSizes {
+  int64_t H, HKV, K, V;
+};
+
+TEST(CudaAttention, MatchesTheCpu) {
+  for (const Documents& documents : odd_documents())
+    for (const auto& [H, HKV, K, V] : {AttentionSizes{2, 2, 192, 128}, AttentionSizes{4, 2, 64, 64},
+                                       AttentionSizes{3, 1, 37, 19}, AttentionSizes{1, 1, 256, 256}})
+      expect_same_on_gpu([&, H = H, HKV = HKV, K = K, V = V](Lab& lab) {
+        const int64_t N = documents.num_tokens(), gap = K == 64 ? 8 : K == 37 ? 3 : 0;
+        const double scale = 1 / std::sqrt(static_cast<double>(K));
+        const Tensor q = lab.input("q", {N, H, K}, 1, gap), k = lab.input("k", {N, HKV, K}, 1, gap);
+        const Tensor v = lab.input("v", {N, HKV, V}, 1, gap), d_o = lab.input("d_o", {N, H, V});
+        const Tensor o = lab.output("o", {N, H, V}, gap), lse = lab.statistics("lse", {N, H});
+        attention_forward(lab.stream(), o, lse, q, k, v, scale, documents, documents);
+        attention_backward(lab.stream(),
+                           {.dq = lab.output("dq", {N, H, K}),
+                            .dk = lab.output("dk", {N, HKV, K}, gap),
+                            .dv = lab.output("dv", {N, HKV, V}),
+                            .d_o = d_o,
+                            .q = q,
+                            .k = k,
+                            .v = v,
+                            .o = o,
+                            .lse = lse,
+                            .scale = scale},
+                           documents);
+      });
+}
+
+TEST(CudaAttention, QueriesSeeEarlierKeys) {
+  expect_same_on_gpu([](Lab& lab) {
+    const Documents queries({0, 1, 4, 70}), keys({0, 90, 93, 290});
+    const Tensor q = lab.input("q", {70, 2, 64}), k = lab.input("k", {290, 2, 64}), v = lab.input("v", {290, 2, 32});
+    attention_forward(lab.stream(), lab.output("o", {70, 2, 32}), lab.statistics("lse", {70, 2}), q, k, v, 0.125,
+                      queries, keys);
+  });
+}
+
+TEST(CudaCrossEntropy, MatchesTheCpu) {
+  for (const int64_t vocabulary : {37, 1000})
+    expect_same_on_gpu([=](Lab& lab) {
+      constexpr int64_t N = 65, kBegin = 4;
+      std::vector<int64_t> ids;
+      for (int64_t i = 0; i < N; ++i)
+        ids.push_back(i % 7 == 0 ? kIgnoreTarget : static_cast<int64_t>(random_bits(1, 3, i)) % (vocabulary + 8));
+      for (int64_t& id : ids) id = id < kIgnoreTarget ? -id : id;
+      const Tensor targets = lab.integers("targets", ids);
+      const Tensor logits = lab.in_place("logits", {N, vocabulary}, 3, 3);
+      const Tensor stats = lab.statistics("stats", {N, 3}), merged = lab.statistics("merged", {N / 5, 3});
+      cross_entropy_stats(lab.stream(), stats, logits, targets, kBegin);
+      cross_entropy_merge_stats(lab.stream(), merged, stats);
+      const Tensor loss = lab.statistics("loss", {N}), z = lab.statistics("z", {N});
+      cross_entropy_loss(lab.stream(), loss, z, stats, targets, 1e-3);
+      sum_into(lab.stream(), lab.accumulated_wide("sum", {2.5}), loss);
+      cross_entropy_backward(lab.stream(), logits, stats, targets, kBegin, 1e-3, 0.25);
+    });
+}
+
+TEST(CudaAdamw, MatchesTheCpu) {
+  for (const int64_t n : {1, 1003, 40000})
+    expect_same_on_gpu([=](Lab& lab) {
+      const Tensor control = lab.accumulated_wide("control", {0.5, 0, 2, 0});
+      const Tensor grad = lab.weight("grad", {n}), sum = lab.wide("sum", {1.0});
+      const Tensor param = lab.accumulated("param", {n}), m = lab.accumulated("m", {n});
+      const Tensor v = lab.statistics("v", {n}), sgd = lab.accumulated("sgd", {n});
+      fill_zero(lab.stream(), v);
+      accumulate_norm_squared(lab.stream(), control, grad);
+      require_finite(lab.stream(), control, sum);
+      prepare_step(lab.stream(), control, 3.0);
+      for (int step = 0; step < 2; ++step)
+        adamw_step(lab.stream(), param, m, v, grad, control, {.lr = 1e-2, .weight_decay = 0.1});
+      sgd_step(lab.stream(), sgd, grad, control, 0.1);
+    });
+}
+
+TEST(CudaAdamw, StepsThatAreNotFiniteAreSkipped) {
+  expect_same_on_gpu([](Lab& lab) {
+    const Tensor control = lab.accumulated_wide("control", {1.0, 7, 2, 7}), grad = lab.weight("grad", {100});
+    require_finite(lab.stream(), control, lab.wide("loss", {HUGE_VAL}));
+    prepare_step(lab.stream(), control, 1.0);
+    fill_zero(lab.stream(), control.rows(kNormSquared, 1));
+    const Tensor param = lab.accumulated("param", {100}), m = lab.accumulated("m", {100}),
+                 v = lab.accumulated("v", {100});
+    adamw_step(lab.stream(), param, m, v, grad, control, {.lr = 1.0});
+    sgd_step(lab.stream(), param, grad, control, 1.0);
+  });
+}
+
+}  // namespace
+}  // namespace palimpsest
