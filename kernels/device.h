@@ -36,6 +36,8 @@ void transfer(const Stream& stream, const Tensor& to, const Tensor& from);
 class HostCopy {
  public:
   explicit HostCopy(const Tensor& original);
+  HostCopy(const HostCopy&) = delete;
+  HostCopy& operator=(const HostCopy&) = delete;
   const Tensor& tensor() const { return tensor_; }
   HostCopy& fetch();   // takes the original's values
   void store() const;  // gives the original these values

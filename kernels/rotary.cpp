@@ -12,7 +12,9 @@ void check_rotary(const Stream& stream, const Tensor& x, const Tensor& positions
   const bool has_heads = x.num_dims() == 3;
   check_operand(stream, "x", x, dtype, has_heads ? Shape{kAnyDim, kAnyDim, kAnyDim} : Shape{kAnyDim, kAnyDim});
   check_contiguous_operand(stream, "positions", positions, DType::kI32, {x.dim(0)});
-  check_contiguous_operand(stream, "inv_freq", inv_freq, DType::kF64, {kAnyDim});
+  check_tensor("inv_freq", inv_freq, DType::kF64, {kAnyDim});
+  check_contiguous("inv_freq", inv_freq);
+  CHECK(inv_freq.device() == Device::kCpu, "inv_freq is ", inv_freq.str(), ", expected it in host memory");
   CHECK(options.offset >= 0 && options.offset + 2 * inv_freq.numel() <= x.dim(-1), "rotary: ", inv_freq.numel(),
         " pairs from element ", options.offset, " of a head of ", x.dim(-1));
 }

@@ -16,7 +16,7 @@ struct RotaryOptions {
 };
 
 // In place on x [N, H, D] or [N, D] (rows may be spaced). positions [N] i32 count from each document's start;
-// inv_freq [dr/2] f64 on the host side of the config, same device as x.
+// inv_freq [dr/2] f64 in host memory, whatever the device.
 PALIMPSEST_OP(rotary_forward, Stream& stream, Tensor x, const Tensor& positions, const Tensor& inv_freq,
               const RotaryOptions& options);
 // In place on dx: the transposed rotation.

@@ -177,10 +177,18 @@ void check_contiguous(const char* name, const Tensor& tensor) {
 namespace {
 
 template <class T>
+bool is_finite(T value) {
+  return std::isfinite(value);
+}
+bool is_finite(BF16 value) {
+  return std::isfinite(to_float(value));
+}
+
+template <class T>
 bool all_finite_as(const Tensor& tensor) {
   const T* values = tensor.data<T>();
   for (int64_t row = 0; row < tensor.numel(); row += tensor.row_size()) {
-    if (!std::all_of(values, values + tensor.row_size(), [](T value) { return std::isfinite(value); })) return false;
+    if (!std::all_of(values, values + tensor.row_size(), [](T value) { return is_finite(value); })) return false;
     values += tensor.row_stride();
   }
   return true;
@@ -190,6 +198,7 @@ bool all_finite_as(const Tensor& tensor) {
 
 bool all_finite(const Tensor& tensor) {
   CHECK(tensor.device() == Device::kCpu, "the tensor is ", tensor.str(), ", expected one in host memory");
+  if (tensor.dtype() == DType::kBF16) return all_finite_as<BF16>(tensor);
   return tensor.dtype() == DType::kF64 ? all_finite_as<double>(tensor) : all_finite_as<float>(tensor);
 }
 

@@ -121,7 +121,7 @@ constexpr int64_t kAnyDim = -1;
 void check_tensor(const char* name, const Tensor& tensor, DType dtype, const Shape& shape);
 void check_contiguous(const char* name, const Tensor& tensor);
 
-// Whether no element is NaN or infinite. f32 or f64, in host memory; for finding faults, not for the hot path.
+// Whether no element is NaN or infinite. f32, f64 or bf16, in host memory; for finding faults, not for the hot path.
 bool all_finite(const Tensor& tensor);
 
 }  // namespace palimpsest

@@ -1,5 +1,6 @@
 #include <cstdio>
 
+#include "kernels/device.h"
 #include "launch/commands.h"
 #include "launch/exit_code.h"
 #include "launch/version.h"
@@ -24,8 +25,7 @@ void print_field(const Config& config, const std::string& key) {
 }  // namespace
 
 Config load_resolved(const ConfigArguments& arguments) {
-  constexpr bool kHasCuda = false;  // this build computes on the CPU
-  return resolve(load_config(arguments.path, arguments.overrides), kHasCuda);
+  return resolve(load_config(arguments.path, arguments.overrides), num_gpus() > 0);
 }
 
 Config load_resolved(const ConfigArguments& arguments, Ranks& ranks) {

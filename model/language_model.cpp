@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <utility>
 
+#include "kernels/device.h"
 #include "kernels/elementwise.h"
 #include "kernels/embedding.h"
 #include "kernels/linear.h"
@@ -53,6 +55,19 @@ ParameterSpec block_norm(const ModelConfig& config, std::string name) {
           .decay = WeightDecay::kNo,
           .split = TensorSplit::kPartialOverTokens,
           .in_product = InProduct::kNo};
+}
+
+// The input where the stream runs: its tensors, or copies of them on the stack of activations.
+ModelInput on_device(Context& context, const ModelInput& input) {
+  const auto place = [&](const Tensor& tensor) {
+    if (!tensor.defined() || tensor.device() == context.stream.device()) return tensor;
+    const Tensor copy = context.activations.allocate(tensor.dtype(), tensor.shape());
+    transfer(context.stream, copy, tensor);
+    return copy;
+  };
+  return {.tokens = place(input.tokens),
+          .targets = place(input.targets),
+          .sequence = {.documents = input.sequence.documents, .positions = place(input.sequence.positions)}};
 }
 
 }  // namespace
@@ -116,11 +131,12 @@ void LanguageModel::embed(Context& context, const Tensor& tokens, Tensor x) cons
   out.scatter();
 }
 
-void LanguageModel::forward_backward(Context& context, const ModelInput& input, const LossOptions& options,
+void LanguageModel::forward_backward(Context& context, const ModelInput& given, const LossOptions& options,
                                      Tensor loss_sum, Tensor z_sum) const {
   Stream& stream = context.stream;
   Arena& keep = context.activations;
   Arena::Scope scope(keep);
+  const ModelInput input = on_device(context, given);
   const int64_t N = input.tokens.dim(0), D = config_.hidden_size, n = tokens_of_rank(context, N);
   const Keep keep_mixer = options.checkpointing == ActivationCheckpointing::kFull ? Keep::kRecompute : Keep::kSaved;
   const Keep keep_mlp = options.checkpointing == ActivationCheckpointing::kNone ? Keep::kSaved : Keep::kRecompute;
@@ -226,29 +242,31 @@ void LanguageModel::project_logits(Context& context, const Tensor& hidden, Tenso
   }
 }
 
-void LanguageModel::forward_loss(Context& context, const ModelInput& input, Tensor token_loss) const {
-  Arena::Scope scope(context.stream.scratch());
+void LanguageModel::forward_loss(Context& context, const ModelInput& given, Tensor token_loss) const {
+  Arena::Scope scope(context.stream.scratch()), input_scope(context.activations);
+  const ModelInput input = on_device(context, given);
   const Tensor hidden = forward_hidden(context, input);
   head_loss_forward(context, token_loss, hidden, {.weight = head_->value, .vocab_begin = head_->block.start[0]},
                     input.targets);
 }
 
-void LanguageModel::forward_logits(Context& context, const ModelInput& input, Tensor logits) const {
-  Arena::Scope scope(context.stream.scratch());
-  project_logits(context, forward_hidden(context, input), logits);
+void LanguageModel::forward_logits(Context& context, const ModelInput& given, Tensor logits) const {
+  Arena::Scope scope(context.stream.scratch()), input_scope(context.activations);
+  project_logits(context, forward_hidden(context, on_device(context, given)), logits);
 }
 
-std::string LanguageModel::first_non_finite_output(Context& context, const ModelInput& input) const {
+std::string LanguageModel::first_non_finite_output(Context& context, const ModelInput& given) const {
   Arena& keep = context.activations;
   Arena::Scope scope(keep);
   Communicator& world = context.mesh.world();
+  const ModelInput input = on_device(context, given);
   const Tensor x = keep.allocate(context.dtype, {tokens_of_rank(context, input.tokens.dim(0)), config_.hidden_size});
   const Tensor y = keep.allocate(context.dtype, x.shape());
   std::string first;
   // Goes on to the end, so that all ranks send each other the same whatever each of them finds.
   const auto look_at = [&](const Tensor& output, const std::string& name) {
     if (!first.empty()) return;
-    const std::optional<int64_t> rank = first_rank_where(world, !all_finite(output));
+    const std::optional<int64_t> rank = first_rank_where(world, !all_finite(HostCopy(output).fetch().tensor()));
     if (rank) first = "output of " + name + (world.size() > 1 ? fmt::format(" on rank {}", *rank) : "");
   };
   embed(context, input.tokens, x);
@@ -277,8 +295,9 @@ void LanguageModel::extend(Context& context, DecodeStates& states, const Tensor&
   const int64_t N = tokens.dim(0), D = config_.hidden_size, num_logits = logits.dim(0);
   CHECK(num_logits <= N, "logits of ", num_logits, " tokens wanted from ", N);
   const Tensor positions = scratch.allocate(DType::kI32, {N});
-  if (!stream.is_planning())
-    for (int64_t i = 0; i < N; ++i) positions.data<int32_t>()[i] = static_cast<int32_t>(states.num_tokens + i);
+  std::vector<int32_t> counted(static_cast<size_t>(N));
+  std::iota(counted.begin(), counted.end(), static_cast<int32_t>(states.num_tokens));
+  transfer(stream, positions, Tensor(counted.data(), DType::kI32, {N}));
   const Sequence sequence{.documents = Documents::single(N), .positions = positions};
   const Tensor rstd = scratch.allocate(final_norm_->value.dtype(), {N});
   const Tensor x = scratch.allocate(context.dtype, {N, D});

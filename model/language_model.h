@@ -20,6 +20,7 @@ struct EnumNames<ActivationCheckpointing> {
   static constexpr const char* values[] = {"none", "selective", "full"};
 };
 
+// The tensors may lie in host memory whatever the device.
 struct ModelInput {
   Tensor tokens;   // [N] i32
   Tensor targets;  // [N] i32, kIgnoreTarget where nothing is scored; absent when only logits are wanted

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <utility>
 
+#include "kernels/device.h"
 #include "kernels/elementwise.h"
 #include "kernels/random.h"
 
@@ -276,11 +277,13 @@ void ParameterRegistry::initialize(uint64_t seed, double initializer_range,
     const bool sharded = replica_.zero >= 3;
     const Tensor& tensor = sharded ? parameter.value_shard : parameter.value;
     const int64_t first_row = sharded ? parameter.shard.begin : 0;
+    const HostCopy values(tensor);
     if (tensor.dtype() == DType::kF64) {
-      fill_initial<double>(parameter, tensor, first_row, seed, initializer_range);
+      fill_initial<double>(parameter, values.tensor(), first_row, seed, initializer_range);
     } else {
-      fill_initial<float>(parameter, tensor, first_row, seed, initializer_range);
+      fill_initial<float>(parameter, values.tensor(), first_row, seed, initializer_range);
     }
+    values.store();
     if (progress) progress(tensor.numel());
   }
 }

@@ -22,7 +22,7 @@ struct TrainBench {
   double tokens_per_second = 0.0;  // of all ranks
   double flops_per_step = 0.0;     // of all ranks; trainer/flops.h
   double flops_per_second = 0.0;
-  double reference_flops_per_second = 0.0;  // the best of five 2048^3 products, summed over the ranks
+  double reference_flops_per_second = 0.0;  // see measure_matmul_flops, summed over the ranks
   double mfu = 0.0;                         // 0 to 1
   int64_t predicted_bytes = 0;              // of the first rank's memory, printed before the first allocation
   int64_t measured_bytes = 0;               // growth of its resident peak from there on

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels/device.h"
 #include "kernels/random.h"
 #include "model/local_input.h"
 #include "parallel/agreement.h"
@@ -75,12 +76,13 @@ struct StepTimes {
   double total_ms() const { return forward_backward_ms + optimizer_ms; }
 };
 
-StepTimes timed_step(TrainStep& step, const std::vector<ModelInput>& batches, const Config& config,
-                     const Console& console) {
+StepTimes timed_step(TrainStep& step, const Stream& stream, const std::vector<ModelInput>& batches,
+                     const Config& config, const Console& console) {
   const double begin = console.seconds();
   step.begin(tokens_per_step(config));
   for (const ModelInput& batch : batches)
     step.accumulate(batch, &batch == &batches.back() ? MicroBatch::kLast : MicroBatch::kInner);
+  synchronize(stream);
   const double middle = console.seconds();
   const StepResult result = step.finish(config.optimizer.lr);
   CHECK(result.applied, "a step of the bench was not finite: loss ", result.loss);
@@ -107,7 +109,7 @@ TrainBench bench_train(const Config& config, const Mesh& mesh, int64_t steps, Co
   console.info(flops_table(bench.model(), config.data.sequence_length));
   const MemoryPlan plan = plan_of(config, bench);
   console.info("memory\n" + to_text(plan));
-  const int64_t resident_before = peak_resident_bytes();
+  const int64_t in_use_before = memory_in_use(bench.device());
 
   bench.allocate(ParameterUse::kTraining, plan.regions);
   bench.registry().initialize(static_cast<uint64_t>(config.run.seed), config.model.initializer_range);
@@ -120,7 +122,7 @@ TrainBench bench_train(const Config& config, const Mesh& mesh, int64_t steps, Co
   {
     ProgressBar progress(console, "bench train", kWarmupSteps + steps, "steps");
     for (int64_t i = 0; i < kWarmupSteps + steps; ++i) {
-      const StepTimes taken = timed_step(step, batches.batches(), config, console);
+      const StepTimes taken = timed_step(step, bench.stream(), batches.batches(), config, console);
       if (i >= kWarmupSteps) times.push_back(taken);
       progress.add(1);
     }
@@ -141,10 +143,10 @@ TrainBench bench_train(const Config& config, const Mesh& mesh, int64_t steps, Co
   result.flops_per_step = tokens * bench.model().flops_per_token(config.data.sequence_length);
   result.flops_per_second = 1e3 * result.flops_per_step / median.total_ms();
   result.reference_flops_per_second =
-      sum_over(mesh.world(), measure_matmul_flops(bench.device(), bench.regions().activations));
+      sum_over(mesh.world(), measure_matmul_flops(bench.device(), bench.dtype(), bench.regions().activations));
   result.mfu = result.flops_per_second / result.reference_flops_per_second;
   result.predicted_bytes = plan.total();
-  result.measured_bytes = peak_resident_bytes() - resident_before;
+  result.measured_bytes = memory_in_use(bench.device()) - in_use_before;
   result.sent = sent / (kWarmupSteps + steps);
   return result;
 }
@@ -154,7 +156,7 @@ std::string to_text(const TrainBench& bench) {
   std::string text = fmt::format(
       "{:.1f} ms a step (forward and backward {:.1f}, optimizer {:.1f}), {:.0f} tokens/s, median of {} steps on {} "
       "ranks of {} threads\n"
-      "{:.2f} GFLOP a step, {:.1f} GFLOP/s; the best of five 2048^3 products {:.1f} GFLOP/s: mfu {:.1f} %\n"
+      "{:.2f} GFLOP a step, {:.1f} GFLOP/s; the best of five large products {:.1f} GFLOP/s: mfu {:.1f} %\n"
       "memory: predicted {:.1f} MiB, peak grew by {:.1f} MiB ({:+.1f} %)\n",
       bench.step_ms, bench.forward_backward_ms, bench.optimizer_ms, bench.tokens_per_second, bench.steps, bench.ranks,
       bench.threads, bench.flops_per_step / 1e9, bench.flops_per_second / 1e9, bench.reference_flops_per_second / 1e9,

@@ -32,7 +32,7 @@ struct CheckpointBlock {
   std::string name;  // of the dataset: "model/<parameter>", "adam_m/<parameter>" or "adam_v/<parameter>"
   Shape global_shape;
   Shape start;    // of the block in the global tensor
-  Tensor tensor;  // [block] f32, or f64 in f64 runs; contiguous, in host memory
+  Tensor tensor;  // [block] f32, or f64 in f64 runs; contiguous
 
   Region region() const { return {start, tensor.shape()}; }
 };

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "data/file_ops.h"
-#include "kernels/check.h"
+#include "kernels/device.h"
 
 namespace palimpsest {
 
@@ -43,8 +43,8 @@ void RankFileWriter::add(const std::string& name, const Shape& global_shape, con
 }
 
 void RankFileWriter::add(const CheckpointBlock& block) {
-  const Tensor& tensor = block.tensor;
-  check_contiguous("block", tensor);
+  HostCopy values(block.tensor);
+  const Tensor& tensor = values.fetch().tensor();
   const auto* next = static_cast<const std::byte*>(tensor.raw());
   add(block.name, block.global_shape, block.region(), tensor.dtype(), [&](const Region& piece) {
     const std::span bytes(next, static_cast<size_t>(piece.shape.numel() * size_of(tensor.dtype())));

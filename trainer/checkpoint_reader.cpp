@@ -9,6 +9,7 @@
 
 #include "data/file_ops.h"
 #include "kernels/check.h"
+#include "kernels/device.h"
 
 namespace palimpsest {
 
@@ -67,8 +68,11 @@ CheckpointReader::CheckpointReader(std::string folder) : folder_(std::move(folde
 void CheckpointReader::load(ParameterRegistry& registry, CheckpointContent content,
                             const std::function<void(int64_t bytes)>& progress) {
   check_parameters(registry, content);
-  for (const CheckpointBlock& block : wanted_blocks(registry, content)) {
+  for (CheckpointBlock& block : wanted_blocks(registry, content)) {
+    const HostCopy values(block.tensor);
+    block.tensor = values.tensor();
     read(block);
+    values.store();
     if (progress) progress(block.tensor.bytes());
   }
 }

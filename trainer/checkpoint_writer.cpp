@@ -7,7 +7,7 @@
 #include <iterator>
 #include <utility>
 
-#include "kernels/check.h"
+#include "kernels/device.h"
 #include "parallel/agreement.h"
 #include "trainer/checkpoint_folder.h"
 
@@ -157,8 +157,8 @@ void CheckpointWriter::save(CheckpointHeader header) {
   });
   if (snapshot_) {
     for (size_t i = 0; i < blocks_.size(); ++i) {
-      const Tensor &live = blocks_[i].tensor, &copy = (*snapshot_)[i].tensor;
-      check_contiguous("block", live);
+      HostCopy values(blocks_[i].tensor);
+      const Tensor &live = values.fetch().tensor(), &copy = (*snapshot_)[i].tensor;
       CHECK(copy.shape() == live.shape(), "a snapshot of other blocks");
       std::memcpy(copy.raw(), live.raw(), static_cast<size_t>(live.bytes()));
     }

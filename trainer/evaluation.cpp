@@ -13,7 +13,9 @@
 #include "data/hdf5_file.h"
 #include "data/sampler.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/device.h"
 #include "kernels/elementwise.h"
+#include "trainer/memory_plan.h"
 
 namespace palimpsest {
 
@@ -41,7 +43,7 @@ void forward_loss(const LanguageModel& model, Context& context, Batch& batch, co
     model.forward_loss(context, local.input(), token_loss);
     return;
   }
-  const Tensor own = context.activations.allocate(context.dtype, {local.input().tokens.dim(0)});
+  const Tensor own = context.activations.allocate(parameter_dtype(context.dtype), {local.input().tokens.dim(0)});
   model.forward_loss(context, local.input(), own);
   gather_token_values(context, token_loss, own, cut_rows(context.mesh, batch.num_rows, batch.row_length));
 }
@@ -154,20 +156,23 @@ Evaluation evaluate(const LanguageModel& model, Context context, const Dataset& 
     // All ranks make the same calls, so one without rows computes the round's first row, which another scores.
     Batch batch = mine.size() > 0 ? rows.read(mine.begin, mine.size()) : rows.read(first, 1);
     Arena::Scope scope(context.activations);
+    const DType dtype = parameter_dtype(context.dtype);
     const auto num_tokens = static_cast<int64_t>(batch.tokens.size());
-    const Tensor losses = context.activations.allocate(context.dtype, {options.batch_rows * options.row_length});
-    const Tensor all = context.activations.allocate(context.dtype, {data.size() * losses.numel()});
+    const Tensor losses = context.activations.allocate(dtype, {options.batch_rows * options.row_length});
+    const Tensor all = context.activations.allocate(dtype, {data.size() * losses.numel()});
     const Tensor token_loss = losses.rows(0, num_tokens);
     forward_loss(model, context, batch, token_loss);
-    if (mine.size() > 0) add_losses(evaluation, batch, token_loss);
+    if (mine.size() > 0) add_losses(evaluation, batch, HostCopy(token_loss).fetch().tensor());
     if (on_batch) {
       fill_zero(context.stream, losses.rows(num_tokens, losses.numel() - num_tokens));
       data.all_gather(context.stream, all, losses);
+      HostCopy all_here(all);
+      all_here.fetch();
       for (int64_t rank = 0; rank < data.size() && context.mesh.world().rank() == 0; ++rank) {
         const IndexRange share = share_of(rank);
         if (share.size() == 0) continue;
         on_batch(rank == data.rank() ? batch : rows.read(share.begin, share.size()),
-                 all.rows(rank * losses.numel(), share.size() * options.row_length));
+                 all_here.tensor().rows(rank * losses.numel(), share.size() * options.row_length));
       }
     }
     progress.add(std::min(round_rows, num_rows - first));

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <optional>
 
+#include "kernels/device.h"
 #include "kernels/elementwise.h"
 #include "kernels/linear.h"
 
@@ -24,29 +25,50 @@ std::string flops_table(const LanguageModel& model, int64_t row_length) {
   return text + fmt::format("  {:<17} {:>12.4f} MFLOP\n", "total", total / 1e6);
 }
 
-double measure_matmul_flops(Device device, Arena& memory) {
-  constexpr int64_t kSize = 2048;
+double measure_matmul_flops(Device device, DType activations, Arena& memory) {
   constexpr int kTries = 5;
+  const bool cuda = device == Device::kCuda;
+  const int64_t size = cuda ? 4096 : 2048;
+  const DType dtype = cuda ? activations : DType::kF32;
   // Three matrices of whole alignment units, so their sum is what the arena hands out.
+  const int64_t bytes = 3 * size * size * size_of(dtype);
   std::optional<Arena> own;
-  if (memory.capacity() - memory.used() < kMatmulBytes) own.emplace("matrix product", device, kMatmulBytes);
+  if (memory.capacity() - memory.used() < bytes) own.emplace("matrix product", device, bytes);
   Arena& arena = own ? *own : memory;
   Arena::Scope scope(arena);
-  Arena scratch("scratch", device, 0);
+  const Tensor x = arena.allocate(dtype, {size, size});
+  const Tensor w = arena.allocate(dtype, {size, size});
+  const Tensor y = arena.allocate(dtype, {size, size});
+  const auto multiply = [&](Stream& stream) { linear_forward(stream, y, x, w, Write::kOverwrite); };
+  Arena planned = Arena::planning("scratch", device);
+  Stream planning(device, planned);
+  multiply(planning);
+  Arena scratch("scratch", device, planned.peak());
   Stream stream(device, scratch);
-  const Tensor x = arena.allocate(DType::kF32, {kSize, kSize});
-  const Tensor w = arena.allocate(DType::kF32, {kSize, kSize});
-  const Tensor y = arena.allocate(DType::kF32, {kSize, kSize});
-  fill_zero(stream, x);
-  fill_zero(stream, w);
+  for (const Tensor& operand : {x, w}) {
+    fill_zero(stream, operand);
+    if (!cuda) continue;
+    // A GPU multiplies zeros faster than numbers.
+    HostCopy values(operand);
+    auto* words = static_cast<uint32_t*>(values.tensor().raw());
+    uint32_t state = 1;
+    for (int64_t i = 0; i < operand.bytes() / 4; ++i) {
+      state = state * 1664525U + 1013904223U;
+      words[i] = (state & 0x807f807fU) | 0x3f803f80U;  // two bf16, or an f32, of size 1 to 2
+    }
+    values.store();
+  }
   double best_seconds = 0.0;
   for (int i = 0; i < kTries; ++i) {
+    synchronize(stream);
     const auto begin = std::chrono::steady_clock::now();
-    linear_forward(stream, y, x, w, Write::kOverwrite);
+    multiply(stream);
+    synchronize(stream);
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
     best_seconds = i == 0 ? taken.count() : std::min(best_seconds, taken.count());
   }
-  return 2.0 * kSize * kSize * kSize / best_seconds;
+  const auto n = static_cast<double>(size);
+  return 2.0 * n * n * n / best_seconds;
 }
 
 }  // namespace palimpsest

@@ -16,9 +16,10 @@ namespace palimpsest {
 // The formula, a line for each layer type with its share, and the total of a token.
 std::string flops_table(const LanguageModel& model, int64_t row_length);
 
-// FLOP/s of a matrix product: the best of five f32 products of [2048, 2048] matrices, on all threads. The matrices lie
-// in `memory` for the time, where it has room for them, or in memory of their own.
-double measure_matmul_flops(Device device, Arena& memory);
-constexpr int64_t kMatmulBytes = int64_t{3} * 2048 * 2048 * 4;  // of those matrices
+// FLOP/s of a matrix product: the best of five products of square matrices, of 2048 rows in f32 on all threads of a
+// CPU, of 4096 rows in the dtype of activations on a GPU. The matrices lie in `memory` for the time, where it has room
+// for them, or in memory of their own.
+double measure_matmul_flops(Device device, DType dtype, Arena& memory);
+constexpr int64_t kMatmulBytes = int64_t{3} * 2048 * 2048 * 4;  // of those matrices on a CPU
 
 }  // namespace palimpsest

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "kernels/device.h"
 #include "kernels/random.h"
 
 namespace palimpsest {
@@ -13,10 +14,18 @@ namespace {
 // Prompt tokens taken in at once: enough for efficient products, little enough to keep memory small.
 constexpr int64_t kPromptPiece = 256;
 
-std::vector<double> logits_over_temperature(const Tensor& logits, double temperature) {
+std::vector<double> logits_over_temperature(const Tensor& logits_there, double temperature) {
+  HostCopy copy(logits_there);
+  const Tensor& logits = copy.fetch().tensor();
   std::vector<double> values(static_cast<size_t>(logits.numel()));
-  for (size_t i = 0; i < values.size(); ++i)
-    values[i] = logits.dtype() == DType::kF64 ? logits.data<double>()[i] : static_cast<double>(logits.data<float>()[i]);
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (logits.dtype() == DType::kF64)
+      values[i] = logits.data<double>()[i];
+    else if (logits.dtype() == DType::kF32)
+      values[i] = logits.data<float>()[i];
+    else
+      values[i] = to_float(logits.data<BF16>()[i]);
+  }
   for (const double value : values)
     if (!std::isfinite(value)) throw_user_error("the model's logits are not finite: its weights are of no use");
   if (temperature > 0)
@@ -57,7 +66,10 @@ class Decoder {
   Tensor take_in(const int32_t* tokens, int64_t count) {
     for (int64_t begin = 0; begin < count; begin += kPromptPiece) {
       const Tensor piece = tokens_.rows(0, std::min(kPromptPiece, count - begin));
-      if (!context_.stream.is_planning()) std::copy_n(tokens + begin, piece.numel(), piece.data<int32_t>());
+      std::vector<int32_t> ids(static_cast<size_t>(piece.numel()));
+      if (!context_.stream.is_planning())
+        for (size_t i = 0; i < ids.size(); ++i) ids[i] = tokens[begin + static_cast<int64_t>(i)];
+      transfer(context_.stream, piece, Tensor(ids.data(), DType::kI32, piece.shape()));
       model_.extend(context_, states_, piece, logits_);
     }
     return logits_.view({logits_.numel()});

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/check.h"
+#include "kernels/device.h"
 
 namespace palimpsest {
 
@@ -57,11 +58,13 @@ void load_hf_weights(const SafetensorsFolder& folder, const HfModel& model, Para
       throw_user_error(where, " is ", shape_text(tensor.shape), ", the config needs ", place.shape.str());
     std::vector<float> values(static_cast<size_t>(parameter.value.numel()));
     gather_hf_rows(tensor, place, values, where);
+    const HostCopy there(parameter.value);
     if (parameter.value.dtype() == DType::kF64) {
-      store<double>(values, parameter.value);
+      store<double>(values, there.tensor());
     } else {
-      store<float>(values, parameter.value);
+      store<float>(values, there.tensor());
     }
+    there.store();
     used.insert(*name);
   }
   for (const std::string& name : folder.names())

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "kernels/device.h"
 #include "model/local_input.h"
 #include "trainer/replica.h"
 
@@ -38,14 +39,15 @@ void rehearse_evaluation_batch(const LanguageModel& model, Context context, Aren
   if (limits.eval_rows == 0) return;
   Arena::Scope scope(context.activations);
   const Mesh& mesh = context.mesh;
+  const DType dtype = parameter_dtype(context.dtype);
   const ModelInput input = rehearsal_input(inputs, mesh, limits.eval_rows, limits.row_length, document_length);
-  const Tensor token_loss = context.activations.allocate(context.dtype, {limits.eval_rows * limits.row_length});
-  context.activations.allocate(context.dtype, {mesh.data().size() * token_loss.numel()});  // of all data ranks
+  const Tensor token_loss = context.activations.allocate(dtype, {limits.eval_rows * limits.row_length});
+  context.activations.allocate(dtype, {mesh.data().size() * token_loss.numel()});  // of all data ranks
   if (mesh.sequence().size() == 1) {
     model.forward_loss(context, input, token_loss);
     return;
   }
-  const Tensor own = context.activations.allocate(context.dtype, {input.tokens.dim(0)});
+  const Tensor own = context.activations.allocate(dtype, {input.tokens.dim(0)});
   model.forward_loss(context, input, own);
   gather_token_values(context, token_loss, own, cut_rows(mesh, limits.eval_rows, limits.row_length));
 }
@@ -106,7 +108,7 @@ RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& reg
       .stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh, .hooks = &values};
   TrainStep step(model, registry, context, regions.optimizer, options);
   for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
-    Arena inputs = Arena::planning("inputs", device);
+    Arena inputs = Arena::planning("inputs", Device::kCpu);
     step.begin(1);
     step.accumulate(rehearsal_input(inputs, mesh, limits.train_rows, limits.row_length, document_length),
                     MicroBatch::kLast);
@@ -126,7 +128,7 @@ RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& r
   const Context context{
       .stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh, .hooks = &values};
   for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
-    Arena inputs = Arena::planning("inputs", device);
+    Arena inputs = Arena::planning("inputs", Device::kCpu);
     rehearse_evaluation_batch(model, context, inputs, limits, document_length);
   }
   return regions.peaks();
@@ -195,6 +197,12 @@ std::string to_text(const MemoryPlan& plan) {
 
 int64_t peak_resident_bytes() {
   return status_bytes("VmHWM:");
+}
+
+int64_t memory_in_use(Device device) {
+  if (device == Device::kCpu) return peak_resident_bytes();
+  const GpuProperties gpu = gpu_properties();
+  return gpu.memory_bytes - gpu.free_bytes;
 }
 
 int64_t current_resident_bytes() {

@@ -79,5 +79,7 @@ std::string to_text(const MemoryPlan& plan);
 // This process so far, from the system; 0 where it does not say.
 int64_t peak_resident_bytes();     // the most it ever held in memory (VmHWM)
 int64_t current_resident_bytes();  // what it holds now (VmRSS)
+// What the regions lie in: the process's peak on the CPU, what is taken of the GPU's memory on one.
+int64_t memory_in_use(Device device);
 
 }  // namespace palimpsest

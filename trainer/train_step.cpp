@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 #include <vector>
 
 #include "kernels/cross_entropy.h"
+#include "kernels/device.h"
 #include "kernels/elementwise.h"
 #include "kernels/router.h"
 
@@ -72,24 +72,24 @@ StepResult TrainStep::finish(double lr) {
   if (expert_load_.defined()) mesh.replica().all_reduce(context_.stream, expert_load_, ReduceOp::kSum);
   reduction_.finish(context_);
   accumulate_norm();
-  const bool planning = context_.stream.is_planning();
-  StepResult result;
-  if (!planning) {
-    double* control = control_.data<double>();
-    result.loss = loss_sum_.data<double>()[0] * loss_options_.grad_scale;
-    result.z_loss = z_sum_.data<double>()[0] * loss_options_.grad_scale;
-    result.grad_norm = std::sqrt(control[kNormSquared]);
-    if (!std::isfinite(result.loss + result.z_loss))
-      control[kNormSquared] = std::numeric_limits<double>::quiet_NaN();  // prepare_step then skips
-  }
+  require_finite(context_.stream, control_, loss_sum_);
+  require_finite(context_.stream, control_, z_sum_);
   prepare_step(context_.stream, control_, options_.grad_clip.value_or(0.0));
-  if (!planning) result.applied = control_.data<double>()[kFinite] != 0.0;
   update_parameters(lr);
   update_selection_biases();
+  // The one time in a step that the host waits for a GPU.
+  HostCopy control(control_);
+  const bool planning = context_.stream.is_planning();
+  const bool applied = planning || control.fetch().tensor().data<double>()[kFinite] != 0.0;
   // After a skipped step every rank keeps what it has, so that a bad number can be found where it arose.
-  if (result.applied) context_.hooks->values_changed(context_);
-  if (!planning) result.experts = expert_use();
-  return result;
+  if (applied) context_.hooks->values_changed(context_);
+  if (planning) return {};
+  const auto number = [](const Tensor& tensor) { return HostCopy(tensor).fetch().tensor().data<double>()[0]; };
+  return {.loss = number(loss_sum_) * loss_options_.grad_scale,
+          .z_loss = number(z_sum_) * loss_options_.grad_scale,
+          .grad_norm = std::sqrt(control.tensor().data<double>()[kNormSquared]),
+          .applied = applied,
+          .experts = expert_use()};
 }
 
 StepResult TrainStep::run(std::span<const ModelInput> micro_batches, int64_t num_targets, double lr) {
@@ -146,11 +146,13 @@ std::vector<ExpertUse> TrainStep::expert_use() const {
 }
 
 int64_t TrainStep::applied_steps() const {
-  return static_cast<int64_t>(control_.data<double>()[kAppliedSteps]);
+  return static_cast<int64_t>(HostCopy(control_).fetch().tensor().data<double>()[kAppliedSteps]);
 }
 
 void TrainStep::set_applied_steps(int64_t steps) {
-  control_.data<double>()[kAppliedSteps] = static_cast<double>(steps);
+  HostCopy control(control_);
+  control.fetch().tensor().data<double>()[kAppliedSteps] = static_cast<double>(steps);
+  control.store();
 }
 
 int64_t count_targets(const Tensor& targets) {
@@ -161,7 +163,8 @@ int64_t count_targets(const Tensor& targets) {
 std::string first_non_finite_weight(const ParameterRegistry& registry) {
   const bool sharded = registry.replica_share().zero >= 3;
   for (const Parameter& parameter : registry.parameters())
-    if (!all_finite(sharded ? parameter.value_shard : parameter.value)) return "weight " + parameter.spec.name;
+    if (!all_finite(HostCopy(sharded ? parameter.value_shard : parameter.value).fetch().tensor()))
+      return "weight " + parameter.spec.name;
   return {};
 }
 
@@ -169,7 +172,8 @@ std::string first_non_finite_gradient(const ParameterRegistry& registry) {
   const auto& parameters = registry.parameters();
   const bool sharded = registry.replica_share().zero >= 2;
   for (auto parameter = parameters.rbegin(); parameter != parameters.rend(); ++parameter)
-    if (!all_finite(sharded ? parameter->grad_shard : parameter->grad)) return "gradient of " + parameter->spec.name;
+    if (!all_finite(HostCopy(sharded ? parameter->grad_shard : parameter->grad).fetch().tensor()))
+      return "gradient of " + parameter->spec.name;
   return {};
 }
 

@@ -41,7 +41,7 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
       is_first_rank_(setup.mesh().world().rank() == 0) {
   // 1. Memory and weights. Nothing is written before both are known to be good.
   Workbench& bench = setup_.bench();
-  resident_before_ = peak_resident_bytes();
+  resident_before_ = memory_in_use(bench.device());
   Communicator& world = setup_.mesh().world();
   agree(world, [&] { bench.allocate(ParameterUse::kTraining, setup_.plan().regions); });
   const RunStart start = start_run(config_, bench, console_);
@@ -60,11 +60,11 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
     tensorboard_.emplace(config_.run.dir + "/tensorboard", state_.step);
   });
   // 4. What mfu is a fraction of.
-  peak_flops_ =
-      sum_over(world, config_.hardware.peak_tflops ? *config_.hardware.peak_tflops * 1e12
-                                                   : measure_matmul_flops(bench.device(), bench.regions().activations));
+  peak_flops_ = sum_over(world, config_.hardware.peak_tflops
+                                    ? *config_.hardware.peak_tflops * 1e12
+                                    : measure_matmul_flops(bench.device(), bench.dtype(), bench.regions().activations));
   console_.info(fmt::format("mfu is a fraction of {:.1f} GFLOP/s: {}{}", peak_flops_ / 1e9,
-                            config_.hardware.peak_tflops ? "hardware.peak_tflops" : "the best of five 2048^3 products",
+                            config_.hardware.peak_tflops ? "hardware.peak_tflops" : "the best of five large products",
                             world.size() > 1 ? fmt::format(", summed over {} ranks", world.size()) : ""));
 }
 
@@ -245,7 +245,8 @@ double Trainer::mfu(double tokens_per_second) {
 void Trainer::report_memory() const {
   const auto mib = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
   console_.info(fmt::format("memory: {:.1f} MiB predicted, the process's peak grew by {:.1f} MiB",
-                            mib(setup_.plan().total()), mib(peak_resident_bytes() - resident_before_)));
+                            mib(setup_.plan().total()),
+                            mib(memory_in_use(setup_.bench().device()) - resident_before_)));
 }
 
 void train(const Config& config, const Mesh& mesh, const std::string& program, Console& console) {

@@ -2,6 +2,8 @@
 
 #include <omp.h>
 
+#include "kernels/device.h"
+
 namespace palimpsest {
 
 Workbench::Workbench(const Config& config, const Mesh& mesh)
@@ -13,6 +15,9 @@ Workbench::Workbench(const Config& config, const Mesh& mesh)
       model_(config.model, registry_),
       values_(registry_) {
   set_threads(config);
+  if (device_ == Device::kCpu) return;
+  if (mesh.world().size() > 1) throw_user_error("device is cuda, and several ranks train on the CPU alone so far");
+  use_gpu(mesh.world().rank());
 }
 
 RegionBytes Workbench::rehearse_training(const BatchLimits& limits, const TrainStepOptions& options) {

@@ -18,7 +18,7 @@ constexpr int64_t kSumBlocks = 528;  // of backward at most: four for each multi
 
 struct NormShape {
   explicit NormShape(const Tensor& x) : N(x.dim(0)), H(x.num_dims() == 3 ? x.dim(1) : 1), D(x.dim(-1)) {}
-  int64_t num_rows() const { return N * H; }
+  __host__ __device__ int64_t num_rows() const { return N * H; }
   int64_t N, H, D;
 };
 

@@ -12,17 +12,24 @@ namespace palimpsest::cuda {
 
 namespace {
 
+constexpr int64_t kMaxPairs = 256;
+
+struct Frequencies {
+  double values[kMaxPairs];
+};
+
 struct Turn {
   int64_t H, D, pairs, offset, step, partner;  // elements between pairs, and inside one
   double amplitude, sign;
 };
 
 template <class T>
-__global__ void rotary_kernel(Turn turn, Rows<T> x, const int32_t* positions, const double* inv_freq) {
+__global__ void rotary_kernel(Turn turn, Rows<T> x, const int32_t* positions,
+                              const __grid_constant__ Frequencies inv_freq) {
   const int64_t n = blockIdx.x;
   for (int64_t i = threadIdx.x; i < turn.pairs; i += blockDim.x) {
     double sine = 0, cosine = 0;
-    sincos(positions[n] * inv_freq[i], &sine, &cosine);
+    sincos(positions[n] * inv_freq.values[i], &sine, &cosine);
     const auto s = static_cast<float>(turn.sign * turn.amplitude * sine),
                c = static_cast<float>(turn.amplitude * cosine);
     for (int64_t h = 0; h < turn.H; ++h) {
@@ -37,6 +44,9 @@ __global__ void rotary_kernel(Turn turn, Rows<T> x, const int32_t* positions, co
 void rotate(const Stream& stream, const Tensor& x, const Tensor& positions, const Tensor& inv_freq,
             const RotaryOptions& options, double sign) {
   const int64_t pairs = inv_freq.numel();
+  CHECK(pairs <= kMaxPairs, "rotary on cuda: ", pairs, " pairs; at most ", kMaxPairs, " are supported");
+  Frequencies frequencies = {};
+  std::copy_n(inv_freq.data<double>(), pairs, frequencies.values);
   const bool interleaved = options.pairs == RotaryPairs::kInterleaved;
   const Turn turn = {.H = x.num_dims() == 3 ? x.dim(1) : 1,
                      .D = x.dim(-1),
@@ -50,7 +60,7 @@ void rotate(const Stream& stream, const Tensor& x, const Tensor& positions, cons
     using T = decltype(zero);
     const int threads = static_cast<int>(std::clamp<int64_t>(ceil_div(pairs, kWarp) * kWarp, kWarp, 256));
     launch(stream, rotary_kernel<T>, {.grid_x = x.dim(0), .threads = threads}, turn, Rows<T>(x),
-           positions.data<int32_t>(), inv_freq.data<double>());
+           positions.data<int32_t>(), frequencies);
   });
 }
 

@@ -139,7 +139,8 @@ TEST(CudaRotary, MatchesTheCpu) {
     expect_same_on_gpu([=](Lab& lab) {
       std::vector<int64_t> positions;
       for (int64_t i = 0; i < 65; ++i) positions.push_back(i * 1999);
-      const Tensor at = lab.integers("positions", positions), inv_freq = lab.wide("inv_freq", {1.0, 0.37, 0.011});
+      std::vector<double> frequencies = {1.0, 0.37, 0.011};
+      const Tensor at = lab.integers("positions", positions), inv_freq(frequencies.data(), DType::kF64, {3});
       const RotaryOptions options = {.offset = 2, .pairs = pairs, .amplitude = 1.2};
       rotary_forward(lab.stream(), lab.in_place("x", {65, 3, 9}, 1, 3), at, inv_freq, options);
       rotary_backward(lab.stream(), lab.in_place("dx", {65, 9}), at, inv_freq, options);
