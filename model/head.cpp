@@ -53,9 +53,10 @@ void for_each_block(Context& context, const Tensor& hidden, const HeadWeight& he
 }  // namespace
 
 int64_t head_block_rows(int64_t vocab_size, DType dtype) {
-  constexpr int64_t kBlockBytes = int64_t{32} << 20;
+  // Large blocks on a GPU: each reads the weight and adds to its gradient once.
+  const int64_t block_bytes = int64_t{dtype == DType::kBF16 ? 256 : 32} << 20;
   constexpr int64_t kMinRows = 16;
-  return std::max(kMinRows, kBlockBytes / (vocab_size * size_of(dtype)));
+  return std::max(kMinRows, block_bytes / (vocab_size * size_of(dtype)));
 }
 
 void head_loss_forward(Context& context, Tensor token_loss, const Tensor& hidden, const HeadWeight& head,

@@ -30,14 +30,16 @@ struct BackwardProblem {
 // What a block keeps and what it walks over: keys (k, v) and queries (q, d_o), one way or the other.
 template <class T>
 struct BackwardMemory {
-  static constexpr int kScoreRow = kBlock + kRowPad<T>;
+  // P and dS: rows of queries, each of so many keys. Queries are walked over and keys are kept, or the other way round.
+  static constexpr int kWalkedRow = kBlock + kRowPad<T>, kKeptRow = kWalk<T> + kRowPad<T>;
+  static constexpr int kScores = kWalk<T> * kWalkedRow > kBlock* kKeptRow ? kWalk<T>* kWalkedRow : kBlock* kKeptRow;
   T *kept_keys, *kept_values, *keys, *values;  // [kBlock or kWalk, key_row or value_row]
-  T *p, *ds;                                   // [queries, keys] with rows of kScoreRow
+  T *p, *ds;
   int key_row, value_row;
 
   static int64_t bytes(int Kp, int Vp) {
     const int64_t rows = kBlock + kWalk<T>;
-    return (rows * (Kp + kRowPad<T> + Vp + kRowPad<T>)+2 * kBlock * kScoreRow) * static_cast<int64_t>(sizeof(T));
+    return (rows * (Kp + kRowPad<T> + Vp + kRowPad<T>)+2 * kScores) * static_cast<int64_t>(sizeof(T));
   }
   __device__ BackwardMemory(unsigned char* shared, int Kp, int Vp)
       : key_row(Kp + kRowPad<T>), value_row(Vp + kRowPad<T>) {
@@ -46,7 +48,7 @@ struct BackwardMemory {
     keys = kept_values + kBlock * value_row;
     values = keys + kWalk<T> * key_row;
     p = values + kWalk<T> * value_row;
-    ds = p + kBlock * kScoreRow;
+    ds = p + kScores;
   }
 };
 
@@ -67,7 +69,7 @@ template <int kQueries, int kKeys, class T>
 __device__ void compute_scores(const BackwardProblem<T>& p, const BackwardMemory<T>& s, const T* q, const T* d_o,
                                const T* k, const T* v, int64_t document_start, int64_t first_query, int64_t num_queries,
                                int64_t first_key, int64_t head) {
-  constexpr int kAcross = kKeys / kUnitColumns, kScoreRow = BackwardMemory<T>::kScoreRow;
+  constexpr int kAcross = kKeys / kUnitColumns, kScoreRow = kKeys + kRowPad<T>;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int unit_row = warp / kAcross * kUnitRows, unit_column = warp % kAcross * kUnitColumns;
   if (unit_row >= kQueries) return;
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
     attention_bwd_keys_kernel(const __grid_constant__ BackwardProblem<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   const BackwardMemory<T> s(shared, p.Kp, p.Vp);
-  constexpr int kScoreRow = BackwardMemory<T>::kScoreRow;
+  constexpr int kScoreRow = BackwardMemory<T>::kWalkedRow;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int64_t kv_heads = p.H / p.group, kv_head = blockIdx.x % kv_heads;
   int64_t first_key = 0;
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
     attention_bwd_queries_kernel(const __grid_constant__ BackwardProblem<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   const BackwardMemory<T> s(shared, p.Kp, p.Vp);
-  constexpr int kScoreRow = BackwardMemory<T>::kScoreRow;
+  constexpr int kScoreRow = BackwardMemory<T>::kKeptRow;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int64_t head = blockIdx.x % p.H, kv_head = head / p.group;
   int64_t first_query = 0;

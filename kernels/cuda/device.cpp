@@ -9,6 +9,7 @@ namespace palimpsest {
 namespace cuda {
 
 void throw_cuda_failure(const char* file, int line, const char* expression, cudaError_t error) {
+  static_cast<void>(cudaGetLastError());  // an error that does no lasting harm is not told again
   detail::throw_check_failure(file, line, expression,
                               detail::concatenate(cudaGetErrorName(error), ": ", cudaGetErrorString(error)));
 }

@@ -75,6 +75,7 @@ RunningProgram::RunningProgram(Words words, const Environment& environment)
     : out_path_(temporary_file()), err_path_(temporary_file()) {
   Environment added = environment;
   added.emplace_back("OMP_NUM_THREADS", "1");
+  added.emplace_back("CUDA_VISIBLE_DEVICES", "");  // these tests are of the program on the CPU, also where a GPU is
   std::vector<std::string> variables = merged(added);
   posix_spawn_file_actions_t actions;
   CHECK(::posix_spawn_file_actions_init(&actions) == 0, "posix_spawn");
