@@ -1,4 +1,5 @@
-// What the kernels of attention share: blocks of queries or keys, counted from a document's start.
+// What the kernels of attention share: blocks of queries or keys, counted from a document's start, and heads of
+// tensors. A block has four warps; a warp owns 16 rows, and keeps its scores and results of them in registers.
 #pragma once
 
 #include <vector>
@@ -8,10 +9,9 @@
 
 namespace palimpsest::cuda {
 
-constexpr int kAttentionThreads = 256;
+constexpr int kAttentionThreads = 128;
 constexpr int kBlock = 64;  // rows of a resident block
 constexpr int kMaxHeadSize = 256;
-constexpr int kMaxUnits = kMaxHeadSize / 64;  // of a [kBlock, head size] result that a warp owns
 
 // Blocks of kBlock rows of every document.
 struct BlockList {
@@ -52,8 +52,8 @@ struct HeadRows {
   explicit HeadRows(const Tensor& tensor)
       : rows(tensor), size(tensor.dim(2)), packed(packed_rows(rows, tensor.dim(2))) {}
   __device__ T* at(int64_t token, int64_t head) const { return rows[token] + head * size; }
-  // Rows of a head into shared memory, zero past n and beyond the size.
-  __device__ void load(T* to, int ld, int num_rows, int columns, int64_t token, int64_t head, int64_t n) const {
+  // Starts copying rows of a head into shared memory, zero past n and beyond the size.
+  __device__ void copy(T* to, int ld, int num_rows, int columns, int64_t token, int64_t head, int64_t n) const {
     load_tile(to, ld, num_rows, columns, at(token, head), rows.stride, n, size, packed);
   }
 };
@@ -62,9 +62,50 @@ inline int padded_size(int64_t size) {
   return static_cast<int>(ceil_div(size, kUnitColumns)) * kUnitColumns;
 }
 
-inline void check_head_sizes(const Tensor& q, const Tensor& v) {
-  CHECK(q.dim(2) <= kMaxHeadSize && v.dim(2) <= kMaxHeadSize, "attention on cuda: heads of ", q.dim(2), " and ",
-        v.dim(2), "; at most ", kMaxHeadSize, " are supported");
+// A head size as a number of units, at compile time: kernels are made for these.
+template <int kKeys, int kValues>
+struct HeadUnits {
+  static constexpr int kKeyUnits = kKeys, kValueUnits = kValues;
+};
+
+// Calls body(T{}, HeadUnits{}) with the smallest units that hold these sizes.
+template <class Body>
+void with_head_units(DType dtype, int64_t key_size, int64_t value_size, Body body) {
+  CHECK(key_size <= kMaxHeadSize && value_size <= kMaxHeadSize, "attention on cuda: heads of ", key_size, " and ",
+        value_size, "; at most ", kMaxHeadSize, " are supported");
+  if (dtype == DType::kF32)
+    body(float{}, HeadUnits<8, 8>{});
+  else if (key_size <= 128 && value_size <= 128)
+    body(bf16{}, HeadUnits<4, 4>{});
+  else if (key_size <= 192 && value_size <= 128)
+    body(bf16{}, HeadUnits<6, 4>{});
+  else
+    body(bf16{}, HeadUnits<8, 8>{});
+}
+
+// results [16, 32 * kCount] of a warp: += A B, with A [16, 32] in registers, B along columns in shared memory. Units
+// beyond `size` columns are left out.
+template <int kCount, class T>
+__device__ inline void multiply_held(Unit (&results)[kCount], const Unit& a, const T* b, int ldb, int size) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    if (i * kUnitColumns < size) multiply_held(results[i], a, b + i * kUnitColumns, ldb);
+}
+
+// A warp's rows into a head's, from `first_row` of the block, times a factor for each of the lane's two rows.
+template <int kCount, class T>
+__device__ inline void store_rows(const HeadRows<T>& to, const Unit (&units)[kCount], int64_t token, int64_t head,
+                                  int first_row, int64_t n, const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+#pragma unroll
+    for (int pair = 0; pair < Unit::kPairs; ++pair)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = first_row + Unit::row(pair), column = i * kUnitColumns + Unit::column(pair) + e;
+        if (row < n && column < to.size)
+          to.at(token + row, head)[column] = from_f32<T>(factor[pair % 2] * units[i].value[pair][e]);
+      }
 }
 
 }  // namespace palimpsest::cuda

@@ -3,8 +3,9 @@
 //
 // Three kernels: delta (a warp a token and head); dk and dv, whose blocks keep kBlock keys and walk over the queries
 // that see them, head after head of a group; dq, whose blocks keep kBlock queries and walk over their keys. P and dS
-// are computed in both, so that every sum has one owner and a fixed order. The rows walked over come kWalk at a time;
-// a warp owns one unit of S and dS, and every second unit of its rows of a result.
+// are computed in both, so that every sum has one owner and a fixed order. A warp owns 16 of the rows that are kept;
+// the others come kWalk at a time, in bf16 copied while those before them are worked on. Scores and results are f32 in
+// registers; P and dS are rounded as operands.
 #include "kernels/attention.h"
 #include "kernels/cuda/attention.cuh"
 #include "kernels/cuda/reduce.cuh"
@@ -13,8 +14,9 @@ namespace palimpsest::cuda {
 
 namespace {
 
+constexpr int kWalk = kUnitColumns;  // rows
 template <class T>
-constexpr int kWalk = sizeof(T) == 2 ? 64 : 32;  // rows
+constexpr int kStages = sizeof(T) == 2 ? 2 : 1;
 
 template <class T>
 struct BackwardProblem {
@@ -27,28 +29,40 @@ struct BackwardProblem {
   BlockList blocks;
 };
 
-// What a block keeps and what it walks over: keys (k, v) and queries (q, d_o), one way or the other.
+// What a block keeps and what it walks over: rows of keys and values, or of queries and d_o.
 template <class T>
 struct BackwardMemory {
-  // P and dS: rows of queries, each of so many keys. Queries are walked over and keys are kept, or the other way round.
-  static constexpr int kWalkedRow = kBlock + kRowPad<T>, kKeptRow = kWalk<T> + kRowPad<T>;
-  static constexpr int kScores = kWalk<T> * kWalkedRow > kBlock* kKeptRow ? kWalk<T>* kWalkedRow : kBlock* kKeptRow;
-  T *kept_keys, *kept_values, *keys, *values;  // [kBlock or kWalk, key_row or value_row]
-  T *p, *ds;
+  T *kept_keys, *kept_values, *stages;  // [kBlock, key_row], [kBlock, value_row]; stages of kWalk rows of both
   int key_row, value_row;
 
   static int64_t bytes(int Kp, int Vp) {
-    const int64_t rows = kBlock + kWalk<T>;
-    return (rows * (Kp + kRowPad<T> + Vp + kRowPad<T>)+2 * kScores) * static_cast<int64_t>(sizeof(T));
+    const int64_t both = Kp + kRowPad<T> + Vp + kRowPad<T>;
+    return ((kBlock + kStages<T> * kWalk) * both) * static_cast<int64_t>(sizeof(T));
   }
   __device__ BackwardMemory(unsigned char* shared, int Kp, int Vp)
-      : key_row(Kp + kRowPad<T>), value_row(Vp + kRowPad<T>) {
-    kept_keys = reinterpret_cast<T*>(shared);
+      : kept_keys(reinterpret_cast<T*>(shared)), key_row(Kp + kRowPad<T>), value_row(Vp + kRowPad<T>) {
     kept_values = kept_keys + kBlock * key_row;
-    keys = kept_values + kBlock * value_row;
-    values = keys + kWalk<T> * key_row;
-    p = values + kWalk<T> * value_row;
-    ds = p + kScores;
+    stages = kept_values + kBlock * value_row;
+  }
+  __device__ T* keys(int64_t i) const { return stages + i % kStages<T> * kWalk * (key_row + value_row); }
+  __device__ T* values(int64_t i) const { return keys(i) + kWalk * key_row; }
+
+  // copy(i) starts the copies of step i, work(i) uses them.
+  template <class Copy, class Work>
+  __device__ void walk(int64_t count, Copy copy, Work work) const {
+    if (kStages < T >> 1 && count > 0) copy(0);
+    for (int64_t i = 0; i < count; ++i) {
+      __syncthreads();
+      if (kStages<T> == 1) copy(i);
+      if (kStages < T >> 1 && i + 1 < count) {
+        copy(i + 1);
+        wait_for_copies<1>();
+      } else {
+        wait_for_copies();
+      }
+      __syncthreads();
+      work(i);
+    }
   }
 };
 
@@ -64,139 +78,123 @@ __global__ void attention_delta_kernel(const __grid_constant__ BackwardProblem<T
   if (lane == 0) p.delta[i] = dot;
 }
 
-// P and dS of one pair of blocks into shared memory. q, d_o: [queries, .]; k, v: [keys, .].
-template <int kQueries, int kKeys, class T>
-__device__ void compute_scores(const BackwardProblem<T>& p, const BackwardMemory<T>& s, const T* q, const T* d_o,
-                               const T* k, const T* v, int64_t document_start, int64_t first_query, int64_t num_queries,
-                               int64_t first_key, int64_t head) {
-  constexpr int kAcross = kKeys / kUnitColumns, kScoreRow = kKeys + kRowPad<T>;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int unit_row = warp / kAcross * kUnitRows, unit_column = warp % kAcross * kUnitColumns;
-  if (unit_row >= kQueries) return;
-  Unit scores, d_p;
-  multiply<Along::kRow, Along::kRow>(scores, q + unit_row * s.key_row, s.key_row, k + unit_column * s.key_row,
-                                     s.key_row, p.Kp);
-  multiply<Along::kRow, Along::kRow>(d_p, d_o + unit_row * s.value_row, s.value_row, v + unit_column * s.value_row,
-                                     s.value_row, p.Vp);
-#pragma unroll
-  for (int pair = 0; pair < Unit::kPairs; ++pair) {
-    const int row = unit_row + Unit::row(pair);
-    const int64_t query = first_query + row, at = (document_start + query) * p.H + head;
-    const bool is_query = row < num_queries;
-    const float lse = is_query ? p.lse[at] : 0.0F, delta = is_query ? p.delta[at] : 0.0F;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int column = unit_column + Unit::column(pair) + e;
-      const bool sees = is_query && first_key + column <= query;
-      const float probability = sees ? expf(p.scale * scores.value[pair][e] - lse) : 0.0F;
-      s.p[row * kScoreRow + column] = from_f32<T>(probability);
-      s.ds[row * kScoreRow + column] = from_f32<T>(probability * (d_p.value[pair][e] - delta) * p.scale);
-    }
-  }
+// From scores q k^T and d_p = d_o v^T of one query and key: P and dS in their places.
+__device__ inline void differentiate(float& score, float& d_p, bool sees, float scale, float lse, float delta) {
+  score = sees ? __expf(scale * score - lse) : 0.0F;
+  d_p = score * (d_p - delta) * scale;
 }
 
-// The units of a [kBlock, size] result that a warp owns: row warp / 2 * 16, columns (2 * unit + warp % 2) * 32.
-template <class T>
-__device__ void store_units(const HeadRows<T>& to, const Unit (&units)[kMaxUnits], int64_t token, int64_t head,
-                            int64_t n) {
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-#pragma unroll
-  for (int unit = 0; unit < kMaxUnits; ++unit)
-#pragma unroll
-    for (int pair = 0; pair < Unit::kPairs; ++pair)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = warp / 2 * kUnitRows + Unit::row(pair);
-        const int column = (2 * unit + warp % 2) * kUnitColumns + Unit::column(pair) + e;
-        if (row < n && column < to.size) to.at(token + row, head)[column] = from_f32<T>(units[unit].value[pair][e]);
-      }
-}
-
-template <class T>
+template <class T, class Units>
 __global__ void __launch_bounds__(kAttentionThreads)
     attention_bwd_keys_kernel(const __grid_constant__ BackwardProblem<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   const BackwardMemory<T> s(shared, p.Kp, p.Vp);
-  constexpr int kScoreRow = BackwardMemory<T>::kWalkedRow;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int first_row = static_cast<int>(threadIdx.x) / kWarp * kUnitRows;
   const int64_t kv_heads = p.H / p.group, kv_head = blockIdx.x % kv_heads;
   int64_t first_key = 0;
   const int64_t document = p.blocks.find(blockIdx.x / kv_heads, &first_key);
   const int64_t start = p.blocks.documents.begin(document), length = p.blocks.documents.length(document);
   const int64_t num_keys = min(static_cast<int64_t>(kBlock), length - first_key);
-  p.k.load(s.kept_keys, s.key_row, kBlock, p.Kp, start + first_key, kv_head, num_keys);
-  p.v.load(s.kept_values, s.value_row, kBlock, p.Vp, start + first_key, kv_head, num_keys);
-  Unit dk[kMaxUnits], dv[kMaxUnits];
-  for (int64_t head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head)
-    for (int64_t query = first_key; query < length; query += kWalk<T>) {
-      const int64_t n = min(static_cast<int64_t>(kWalk<T>), length - query);
-      __syncthreads();
-      p.q.load(s.keys, s.key_row, kWalk<T>, p.Kp, start + query, head, n);
-      p.d_o.load(s.values, s.value_row, kWalk<T>, p.Vp, start + query, head, n);
-      __syncthreads();
-      compute_scores<kWalk<T>, kBlock>(p, s, s.keys, s.values, s.kept_keys, s.kept_values, start, query, n, first_key,
-                                       head);
-      __syncthreads();
+  const int64_t steps = ceil_div(length - first_key, kWalk);  // of a head
+  p.k.copy(s.kept_keys, s.key_row, kBlock, p.Kp, start + first_key, kv_head, num_keys);
+  p.v.copy(s.kept_values, s.value_row, kBlock, p.Vp, start + first_key, kv_head, num_keys);
+  Unit dk[Units::kKeyUnits], dv[Units::kValueUnits];
+  const auto copy = [&](int64_t i) {
+    const int64_t head = kv_head * p.group + i / steps, query = first_key + i % steps * kWalk;
+    const int64_t n = min(static_cast<int64_t>(kWalk), length - query);
+    p.q.copy(s.keys(i), s.key_row, kWalk, p.Kp, start + query, head, n);
+    p.d_o.copy(s.values(i), s.value_row, kWalk, p.Vp, start + query, head, n);
+    commit_copies();
+  };
+  s.walk(p.group * steps, copy, [&](int64_t i) {
+    const int64_t head = kv_head * p.group + i / steps, query = first_key + i % steps * kWalk;
+    Unit scores, d_p;  // [keys, queries]
+    multiply<Along::kRow, Along::kRow>(scores, s.kept_keys + first_row * s.key_row, s.key_row, s.keys(i), s.key_row,
+                                       p.Kp);
+    multiply<Along::kRow, Along::kRow>(d_p, s.kept_values + first_row * s.value_row, s.value_row, s.values(i),
+                                       s.value_row, p.Vp);
 #pragma unroll
-      for (int unit = 0; unit < kMaxUnits; ++unit) {
-        const int row = warp / 2 * kUnitRows, column = (2 * unit + warp % 2) * kUnitColumns;
-        if (column < p.Vp)
-          multiply<Along::kColumn, Along::kColumn>(dv[unit], s.p + row, kScoreRow, s.values + column, s.value_row,
-                                                   kWalk<T>);
-        if (column < p.Kp)
-          multiply<Along::kColumn, Along::kColumn>(dk[unit], s.ds + row, kScoreRow, s.keys + column, s.key_row,
-                                                   kWalk<T>);
+    for (int column = 0; column < Unit::kPairs; column += 2)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int64_t token = query + Unit::column(column) + e;
+        const bool is_query = token < length;
+        const int64_t at = (start + token) * p.H + head;
+        const float lse = is_query ? p.lse[at] : 0.0F, delta = is_query ? p.delta[at] : 0.0F;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int pair = column + half;
+          const bool sees = is_query && first_key + first_row + Unit::row(pair) <= token;
+          differentiate(scores.value[pair][e], d_p.value[pair][e], sees, p.scale, lse, delta);
+        }
       }
-    }
-  store_units(p.dk, dk, start + first_key, kv_head, num_keys);
-  store_units(p.dv, dv, start + first_key, kv_head, num_keys);
+    multiply_held(dv, scores, s.values(i), s.value_row, p.Vp);
+    multiply_held(dk, d_p, s.keys(i), s.key_row, p.Kp);
+  });
+  const float one[2] = {1.0F, 1.0F};
+  store_rows(p.dk, dk, start + first_key, kv_head, first_row, num_keys, one);
+  store_rows(p.dv, dv, start + first_key, kv_head, first_row, num_keys, one);
 }
 
-template <class T>
+template <class T, class Units>
 __global__ void __launch_bounds__(kAttentionThreads)
     attention_bwd_queries_kernel(const __grid_constant__ BackwardProblem<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   const BackwardMemory<T> s(shared, p.Kp, p.Vp);
-  constexpr int kScoreRow = BackwardMemory<T>::kKeptRow;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int first_row = static_cast<int>(threadIdx.x) / kWarp * kUnitRows;
   const int64_t head = blockIdx.x % p.H, kv_head = head / p.group;
   int64_t first_query = 0;
   const int64_t document = p.blocks.find(p.blocks.num_blocks - 1 - blockIdx.x / p.H, &first_query);
   const int64_t start = p.blocks.documents.begin(document), length = p.blocks.documents.length(document);
   const int64_t num_queries = min(static_cast<int64_t>(kBlock), length - first_query);
-  p.q.load(s.kept_keys, s.key_row, kBlock, p.Kp, start + first_query, head, num_queries);
-  p.d_o.load(s.kept_values, s.value_row, kBlock, p.Vp, start + first_query, head, num_queries);
-  Unit dq[kMaxUnits];
   const int64_t seen = first_query + num_queries;
-  for (int64_t key = 0; key < seen; key += kWalk<T>) {
-    const int64_t n = min(static_cast<int64_t>(kWalk<T>), seen - key);
-    __syncthreads();
-    p.k.load(s.keys, s.key_row, kWalk<T>, p.Kp, start + key, kv_head, n);
-    p.v.load(s.values, s.value_row, kWalk<T>, p.Vp, start + key, kv_head, n);
-    __syncthreads();
-    compute_scores<kBlock, kWalk<T>>(p, s, s.kept_keys, s.kept_values, s.keys, s.values, start, first_query,
-                                     num_queries, key, head);
-    __syncthreads();
+  p.q.copy(s.kept_keys, s.key_row, kBlock, p.Kp, start + first_query, head, num_queries);
+  p.d_o.copy(s.kept_values, s.value_row, kBlock, p.Vp, start + first_query, head, num_queries);
+  float lse[2], delta[2];  // of the lane's two rows
 #pragma unroll
-    for (int unit = 0; unit < kMaxUnits; ++unit) {
-      const int column = (2 * unit + warp % 2) * kUnitColumns;
-      if (column < p.Kp)
-        multiply<Along::kRow, Along::kColumn>(dq[unit], s.ds + warp / 2 * kUnitRows * kScoreRow, kScoreRow,
-                                              s.keys + column, s.key_row, kWalk<T>);
-    }
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + Unit::row(r);
+    const int64_t at = (start + first_query + row) * p.H + head;
+    lse[r] = row < num_queries ? p.lse[at] : 0.0F;
+    delta[r] = row < num_queries ? p.delta[at] : 0.0F;
   }
-  store_units(p.dq, dq, start + first_query, head, num_queries);
+  Unit dq[Units::kKeyUnits];
+  const auto copy = [&](int64_t i) {
+    const int64_t key = i * kWalk, n = min(static_cast<int64_t>(kWalk), seen - key);
+    p.k.copy(s.keys(i), s.key_row, kWalk, p.Kp, start + key, kv_head, n);
+    p.v.copy(s.values(i), s.value_row, kWalk, p.Vp, start + key, kv_head, n);
+    commit_copies();
+  };
+  s.walk(ceil_div(seen, kWalk), copy, [&](int64_t i) {
+    Unit scores, d_p;  // [queries, keys]
+    multiply<Along::kRow, Along::kRow>(scores, s.kept_keys + first_row * s.key_row, s.key_row, s.keys(i), s.key_row,
+                                       p.Kp);
+    multiply<Along::kRow, Along::kRow>(d_p, s.kept_values + first_row * s.value_row, s.value_row, s.values(i),
+                                       s.value_row, p.Vp);
+#pragma unroll
+    for (int pair = 0; pair < Unit::kPairs; ++pair) {
+      const int row = first_row + Unit::row(pair);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const bool sees = row < num_queries && i * kWalk + Unit::column(pair) + e <= first_query + row;
+        differentiate(scores.value[pair][e], d_p.value[pair][e], sees, p.scale, lse[pair % 2], delta[pair % 2]);
+      }
+    }
+    multiply_held(dq, d_p, s.keys(i), s.key_row, p.Kp);
+  });
+  const float one[2] = {1.0F, 1.0F};
+  store_rows(p.dq, dq, start + first_query, head, first_row, num_queries, one);
 }
 
 }  // namespace
 
 void attention_backward(Stream& stream, const AttentionBackwardArgs& args, const Documents& documents) {
-  check_head_sizes(args.q, args.v);
   const Arena::Scope scope(stream.scratch());
   const BlockList blocks = make_blocks(stream, documents);
   const Tensor delta = stream.scratch().allocate(DType::kF32, args.lse.shape());
-  with_float(args.q.dtype(), [&](auto zero) {
+  with_head_units(args.q.dtype(), args.q.dim(2), args.v.dim(2), [&](auto zero, auto units) {
     using T = decltype(zero);
+    using Units = decltype(units);
     const BackwardProblem<T> problem = {.dq = HeadRows<T>(args.dq),
                                         .dk = HeadRows<T>(args.dk),
                                         .dv = HeadRows<T>(args.dv),
@@ -222,8 +220,8 @@ void attention_backward(Stream& stream, const AttentionBackwardArgs& args, const
                          .threads = kAttentionThreads,
                          .shared_bytes = BackwardMemory<T>::bytes(problem.Kp, problem.Vp)};
     };
-    launch(stream, attention_bwd_keys_kernel<T>, shape(problem.H / problem.group), problem);
-    launch(stream, attention_bwd_queries_kernel<T>, shape(problem.H), problem);
+    launch(stream, attention_bwd_keys_kernel<T, Units>, shape(problem.H / problem.group), problem);
+    launch(stream, attention_bwd_queries_kernel<T, Units>, shape(problem.H), problem);
   });
 }
 

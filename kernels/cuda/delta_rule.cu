@@ -74,6 +74,7 @@ DeltaProblem<T> make_problem(Stream& stream, const DeltaRuleSaved& saved, const 
   p.chunk_decay = scratch.allocate(DType::kF32, Shape{N / C + documents.count() + 1, HV, p.Kp}).data<float>();
   for (float** factor : {&p.q_factor, &p.k_factor})
     *factor = scratch.allocate(DType::kF32, Shape{N, p.H}).data<float>();
+  p.betas = scratch.allocate(DType::kF32, Shape{N, HV}).data<float>();
   p.m = Rows<T>(saved.m);
   if (p.delta && !saved.m.defined()) p.m = Rows<T>(scratch.allocate(dtype, Shape{N, HV, C}));
   p.aqk = Rows<T>(saved.aqk.defined() ? saved.aqk : scratch.allocate(dtype, Shape{N, HV, C}));

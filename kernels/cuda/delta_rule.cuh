@@ -103,6 +103,7 @@ struct DeltaProblem {
   T *Qb, *Kb, *Kt;             // [N, HV, Kp], zero beyond K
   float* chunk_decay;          // [decay slots, HV, Kp] exp G_C
   float *q_factor, *k_factor;  // [N, H] of the l2 norm
+  float* betas;                // [N, HV]
 
   // Saved or workspace.
   Rows<T> m, aqk;  // [N, HV, C]

@@ -124,6 +124,8 @@ __global__ void __launch_bounds__(kDeltaThreads)
     load_tile(s.x, kRow, rows, kSlice, p.x[chunk.start] + column, p.x.stride, chunk.n, values, packed.x);
     load_states(s, entry == nullptr ? nullptr : entry + first_value, exit == nullptr ? nullptr : exit + first_value,
                 p.K - first_channel, values, p.V);
+    commit_copies();
+    wait_for_copies();
     __syncthreads();
     if (!owns_unit) continue;
     const T *d_o = s.d_o + unit_row * kRow, *dr = s.dr + unit_row * kRow, *x = s.x + unit_row * kRow;

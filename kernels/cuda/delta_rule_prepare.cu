@@ -29,7 +29,7 @@ __device__ inline bool unit_meets(int row, int column, int h) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kDeltaThreads)
+__global__ void __launch_bounds__(kDeltaThreads, 2)
     delta_rule_prepare_kernel(const __grid_constant__ DeltaProblem<T> p, bool matrices) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int rows = p.chunks.rows;
@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
     q_factor[row] = p.l2norm ? 1.0F / sqrtf(q_square + p.l2norm_eps) : 1.0F;
     k_factor[row] = p.l2norm ? 1.0F / sqrtf(k_square + p.l2norm_eps) : 1.0F;
     beta[row] = row < chunk.n ? p.beta(token, head) : 0.0F;
+    if (row < chunk.n) p.betas[token * p.HV + head] = beta[row];
     if (row < chunk.n && head % (p.HV / p.H) == 0) {
       p.q_factor[token * p.H + key_head] = q_factor[row];
       p.k_factor[token * p.H + key_head] = k_factor[row];

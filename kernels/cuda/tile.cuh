@@ -96,6 +96,47 @@ __device__ inline void multiply(Unit& unit, const float* a, int lda, const float
   }
 }
 
+// unit += A B over kUnitColumns, with A [16, kUnitColumns] another unit, rounded to T, and B along columns.
+__device__ inline void multiply_held(Unit& unit, const Unit& a, const bf16* b, int ldb) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const auto packed = [](const float(&pair)[2]) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(pair[0], pair[1]);
+    return *reinterpret_cast<const unsigned*>(&both);
+  };
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    // The elements of a result are where those of an operand belong.
+    const unsigned a_part[4] = {packed(a.value[4 * step]), packed(a.value[4 * step + 1]), packed(a.value[4 * step + 2]),
+                                packed(a.value[4 * step + 3])};
+#pragma unroll
+    for (int j = 0; j < kUnitColumns; j += 16) {
+      unsigned b_part[4];
+      load_matrices_transposed(b_part, b + (step * 16 + lane % 16) * ldb + j + lane / 16 * 8);
+      multiply_16x8x16(unit.value[j / 4], unit.value[j / 4 + 1], a_part, b_part[0], b_part[1]);
+      multiply_16x8x16(unit.value[j / 4 + 2], unit.value[j / 4 + 3], a_part, b_part[2], b_part[3]);
+    }
+  }
+}
+
+__device__ inline void multiply_held(Unit& unit, const Unit& a, const float* b, int ldb) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, column = Unit::column(0);
+#pragma unroll
+  for (int k = 0; k < kUnitColumns; ++k) {
+    const int owner = lane / 4 * 4 + k % 8 / 2;
+    const float top = __shfl_sync(kAllLanes, a.value[k / 8 * 2][k % 2], owner);
+    const float bottom = __shfl_sync(kAllLanes, a.value[k / 8 * 2 + 1][k % 2], owner);
+#pragma unroll
+    for (int p = 0; p < Unit::kPairs; p += 2) {
+      const float* both = b + k * ldb + column + p / 2 * 8;
+      const float left = both[0], right = both[1];
+      unit.value[p][0] += top * left;
+      unit.value[p][1] += top * right;
+      unit.value[p + 1][0] += bottom * left;
+      unit.value[p + 1][1] += bottom * right;
+    }
+  }
+}
+
 // Calls body(row, column, value) with value a float[2]: the pair's elements at (row, column) and (row, column + 1).
 template <class Body>
 __device__ inline void for_each_pair(Unit& unit, int first_row, int first_column, Body body) {
@@ -111,22 +152,43 @@ bool packed_rows(const Rows<T>& rows, int64_t size) {
   return size % kRowPad<T> == 0 && rows.stride % kRowPad<T> == 0 && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
 }
 
-// to [rows, columns] (rows `ld` apart) = from [n, size], zero outside. columns is a multiple of the pack.
+// Copies into shared memory that run while the thread goes on: 16 bytes, zeros where `inside` is false, or one f32.
+__device__ inline void copy_async(void* to, const void* from, bool inside) {
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(inside ? 16 : 0)
+               : "memory");
+}
+__device__ inline void copy_async(float* to, const float* from, bool inside) {
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(from), "r"(inside ? 4 : 0)
+               : "memory");
+}
+// Ends a group of copies; waits until at most kGroups groups of this thread are under way.
+__device__ inline void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kGroups = 0>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
+// to [rows, columns] (rows `ld` apart) = from [n, size], zero outside. columns is a multiple of the pack. The copies
+// must be committed and waited for.
 template <class T>
 __device__ inline void load_tile(T* to, int ld, int rows, int columns, const T* from, int64_t stride, int64_t n,
                                  int64_t size, bool packed) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   if (packed) {
     constexpr int kPack = kRowPad<T>;
-    const int packs = columns / kPack;
-    for (int i = static_cast<int>(threadIdx.x); i < rows * packs; i += static_cast<int>(blockDim.x)) {
-      const int row = i / packs, c = i % packs * kPack;
-      uint4 pack = {0, 0, 0, 0};
-      if (row < n && c < size) pack = *reinterpret_cast<const uint4*>(from + row * stride + c);
-      *reinterpret_cast<uint4*>(to + row * ld + c) = pack;
+    const int packs = columns / kPack, step = threads / packs, c = thread % packs * kPack;
+    if (thread >= step * packs) return;
+    for (int row = thread / packs; row < rows; row += step) {
+      const bool inside = row < n && c < size;
+      copy_async(static_cast<void*>(to + row * ld + c), inside ? from + row * stride + c : from, inside);
     }
     return;
   }
-  for (int i = static_cast<int>(threadIdx.x); i < rows * columns; i += static_cast<int>(blockDim.x)) {
+  for (int i = thread; i < rows * columns; i += threads) {
     const int row = i / columns, c = i % columns;
     to[row * ld + c] = row < n && c < size ? from[row * stride + c] : from_f32<T>(0.0F);
   }
