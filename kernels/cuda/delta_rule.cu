@@ -68,6 +68,9 @@ DeltaProblem<T> make_problem(Stream& stream, const DeltaRuleSaved& saved, const 
   p.k = Rows<T>(in.k);
   p.v = Rows<T>(in.v);
   p.beta_logit = Rows<T>(in.beta_logit);
+  p.q_packed = packed_rows(p.q, p.K);
+  p.k_packed = packed_rows(p.k, p.K);
+  p.gate_packed = packed_rows(p.gate.logit, p.K);
   p.initial_state = optional_floats(in.initial_state);
   const int64_t N = p.N, HV = p.HV, C = options.chunk_size;
   for (T** operand : {&p.Qb, &p.Kb, &p.Kt}) *operand = scratch.allocate(dtype, Shape{N, HV, p.Kp}).data<T>();

@@ -77,12 +77,15 @@ struct DecayGate {
     const int64_t i = head * W + (vector ? channel : 0);
     return to_f32(logit[token][i]) + dt_bias[i];
   }
+  // From the shifted logit, for the gates that have one.
+  __device__ float activate(float y, float rate_of_head) const {
+    if (kind == Kind::kBounded) return lower_bound * sigmoid(rate_of_head * y);
+    return -rate_of_head * (y > 20.0F ? y : log1pf(expf(y)));
+  }
   __device__ float log_decay(int64_t token, int64_t head, int64_t channel, float rate_of_head) const {
     if (kind == Kind::kNone) return 0.0F;
     if (kind == Kind::kFixed) return log1pf(-exp2f(-5.0F - static_cast<float>(first_value_head + head)));
-    const float y = shifted(token, head, channel);
-    if (kind == Kind::kBounded) return lower_bound * sigmoid(rate_of_head * y);
-    return -rate_of_head * (y > 20.0F ? y : log1pf(expf(y)));
+    return activate(shifted(token, head, channel), rate_of_head);
   }
 };
 
@@ -97,7 +100,8 @@ struct DeltaProblem {
   ChunkList chunks;
   DecayGate<T> gate;
   Rows<T> q, k, v, beta_logit;
-  const float* initial_state;  // [documents, HV, K, V] or null
+  bool q_packed, k_packed, gate_packed;  // whether rows of q, k and of a vector gate's logits move in packs
+  const float* initial_state;            // [documents, HV, K, V] or null
 
   // Workspace, all contiguous.
   T *Qb, *Kb, *Kt;             // [N, HV, Kp], zero beyond K

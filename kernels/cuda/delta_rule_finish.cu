@@ -10,32 +10,44 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kTokens = 64;  // of one block of the gate's kernel
 
-// dx = factor * (dx^ - x^ (x^ . dx^)), dx^ summed over the value heads of a key head. A warp: a token and key head.
+// dx = factor * (dx^ - x^ (x^ . dx^)), dx^ summed over the value heads of a key head. A warp: a token and key head; a
+// lane: packs of neighbouring channels.
 template <class T>
 __global__ void norm_kernel(const __grid_constant__ DeltaProblem<T> p, Rows<T> x, Rows<T> dx, const float* factors,
                             const float* dx_normalised) {
-  constexpr int kEach = kMaxKeySize / kWarp;
+  constexpr int kPack = 4, kPacks = kMaxKeySize / (kWarp * kPack);
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (i >= p.N * p.H) return;
   const int64_t token = i / p.H, head = i % p.H, group = p.HV / p.H;
   const float factor = factors[i];
-  float d[kEach], normalised[kEach], dot = 0.0F;
+  const T* from = x[token] + head * p.K;
+  T* to = dx[token] + head * p.K;
+  float d[kPacks][kPack] = {}, normalised[kPacks][kPack], dot = 0.0F;
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int64_t c = lane + j * kWarp;
-    d[j] = normalised[j] = 0.0F;
-    if (c >= p.K) continue;
-    for (int64_t h = head * group; h < (head + 1) * group; ++h) d[j] += dx_normalised[(token * p.HV + h) * p.Kp + c];
-    normalised[j] = to_f32(x[token][head * p.K + c]) * factor;
-    dot += d[j] * normalised[j];
+  for (int j = 0; j < kPacks; ++j) {
+    const int64_t first = (lane + j * kWarp) * kPack;
+    if (first < p.Kp)
+      for (int64_t h = head * group; h < (head + 1) * group; ++h) {
+        float share[kPack];
+        load(dx_normalised + (token * p.HV + h) * p.Kp + first, share);
+#pragma unroll
+        for (int c = 0; c < kPack; ++c) d[j][c] += share[c];
+      }
+#pragma unroll
+    for (int c = 0; c < kPack; ++c) {
+      normalised[j][c] = first + c < p.K ? to_f32(from[first + c]) * factor : 0.0F;
+      dot += d[j][c] * normalised[j][c];
+    }
   }
   dot = p.l2norm ? warp_sum(dot) : 0.0F;
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int64_t c = lane + j * kWarp;
-    if (c < p.K) dx[token][head * p.K + c] = from_f32<T>(factor * (d[j] - normalised[j] * dot));
-  }
+  for (int j = 0; j < kPacks; ++j)
+#pragma unroll
+    for (int c = 0; c < kPack; ++c) {
+      const int64_t channel = (lane + j * kWarp) * kPack + c;
+      if (channel < p.K) to[channel] = from_f32<T>(factor * (d[j][c] - normalised[j][c] * dot));
+    }
 }
 
 // dlogit of beta = (Y . X) (1 - beta / beta_scale).

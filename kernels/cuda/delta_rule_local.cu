@@ -5,8 +5,8 @@
 // 1. Over tiles of V: dA, dP [C, C]; dQb, dKb, dKt [C, kSlice]; tot. Operands: dO, dR, X, S0, dS in shared memory.
 // 2. The uses that reach the chunk's borders, then the levels from C / 2 down to 1. For h < 16 a level's pairs lie in
 //    the blocks of 16 x 16 on the diagonal, which are copied with the other pairs zeroed.
-// Shared memory: q, k, g, factors and uses [C, kSlice] f32; q and k times factors, dA, dP, their diagonal blocks as
-// operands. The tiles of part 1 lie in the same place as the first five.
+// An array [C, kSlice] f32 holds in turn the factors of rows and, element by element in their place, what those add to
+// dg; g is another. The tiles of part 1 lie where both are later.
 #include "kernels/cuda/delta_rule_sums.cuh"
 #include "kernels/cuda/reduce.cuh"
 #include "kernels/cuda/tile.cuh"
@@ -20,20 +20,23 @@ struct LocalMemory {
   static constexpr int kRow = kSlice + kRowPad<T>, kDiagonalRow = kUnitRows + kRowPad<T>;
   // part 1
   T *d_o, *dr, *x, *entry, *exit;  // [rows, kRow] three times, [kSlice, kRow] twice: S0, dS
-  // part 2
-  float *q, *k, *g, *factor, *use;  // [rows, kSlice]
+  // part 2, in the same place
+  float *g, *use;  // [rows, kSlice]
   // both
-  T *q_level, *k_level;    // [rows, kRow]
+  T *q, *k;                // [rows, kRow]: raw
+  T *q_level, *k_level;    // [rows, kRow]; at first the gate's logits
   T *da, *dp;              // [rows, kRow]
   T *da_block, *dp_block;  // [rows, kDiagonalRow]
-  float *total, *q_factor, *k_factor;
+  float *total, *q_factor, *k_factor, *room;
 
   __host__ __device__ static int64_t first_bytes(int64_t rows) {
-    return max(5 * rows * kSlice * 4, (3 * rows + 2 * kSlice) * kRow * static_cast<int64_t>(sizeof(T)));
+    const int64_t tiles = (3 * rows + 2 * kSlice) * kRow * static_cast<int64_t>(sizeof(T)),
+                  arrays = 2 * rows * kSlice * 4;
+    return tiles > arrays ? tiles : arrays;
   }
   __host__ __device__ static int64_t bytes(int64_t rows) {
-    return first_bytes(rows) + (4 * kRow + 2 * kDiagonalRow) * rows * static_cast<int64_t>(sizeof(T)) +
-           (kSlice + 2 * kMaxChunk) * 4;
+    return first_bytes(rows) + (6 * kRow + 2 * kDiagonalRow) * rows * static_cast<int64_t>(sizeof(T)) +
+           (kSlice + 3 * kMaxChunk) * 4;
   }
   __device__ LocalMemory(unsigned char* shared, int rows) {
     d_o = reinterpret_cast<T*>(shared);
@@ -41,12 +44,11 @@ struct LocalMemory {
     x = dr + rows * kRow;
     entry = x + rows * kRow;
     exit = entry + kSlice * kRow;
-    q = reinterpret_cast<float*>(shared);
-    k = q + rows * kSlice;
-    g = k + rows * kSlice;
-    factor = g + rows * kSlice;
-    use = factor + rows * kSlice;
-    q_level = reinterpret_cast<T*>(shared + first_bytes(rows));
+    g = reinterpret_cast<float*>(shared);
+    use = g + rows * kSlice;
+    q = reinterpret_cast<T*>(shared + first_bytes(rows));
+    k = q + rows * kRow;
+    q_level = k + rows * kRow;
     k_level = q_level + rows * kRow;
     da = k_level + rows * kRow;
     dp = da + rows * kRow;
@@ -55,27 +57,35 @@ struct LocalMemory {
     total = reinterpret_cast<float*>(dp_block + rows * kDiagonalRow);
     q_factor = total + kSlice;
     k_factor = q_factor + kMaxChunk;
+    room = k_factor + kMaxChunk;
   }
 };
 
-// kSlice channels by kSlice values of S0 and dS as operands, and total += rowsum(S0 * dS). Null states are zero.
+// kSlice channels by kSlice values of S0 and dS as operands, and total += rowsum(S0 * dS). Null states are zero. Four
+// neighbouring threads take a channel.
 template <class T>
 __device__ void load_states(const LocalMemory<T>& s, const float* entry, const float* exit, int64_t channels,
                             int64_t values, int64_t stride) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-  for (int row = warp; row < kSlice; row += kDeltaThreads / kWarp) {
-    float product = 0.0F;
-    for (int column = lane; column < kSlice; column += kWarp) {
-      const bool inside = row < channels && column < values;
-      const float a = inside && entry != nullptr ? entry[row * stride + column] : 0.0F;
-      const float b = inside && exit != nullptr ? exit[row * stride + column] : 0.0F;
-      s.entry[row * LocalMemory<T>::kRow + column] = from_f32<T>(a);
-      s.exit[row * LocalMemory<T>::kRow + column] = from_f32<T>(b);
-      product += a * b;
-    }
-    product = warp_sum(product);
-    if (lane == 0) s.total[row] += product;
+  static_assert(kDeltaThreads == 4 * kSlice);
+  constexpr int kEach = kSlice / 4;
+  const int row = static_cast<int>(threadIdx.x) / 4, first = static_cast<int>(threadIdx.x) % 4 * kEach;
+  float a[kEach], b[kEach], product = 0.0F;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const bool inside = row < channels && first + i < values;
+    const int64_t at = row * stride + first + i;
+    a[i] = inside && entry != nullptr ? entry[at] : 0.0F;
+    b[i] = inside && exit != nullptr ? exit[at] : 0.0F;
   }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    s.entry[row * LocalMemory<T>::kRow + first + i] = from_f32<T>(a[i]);
+    s.exit[row * LocalMemory<T>::kRow + first + i] = from_f32<T>(b[i]);
+    product += a[i] * b[i];
+  }
+  product += __shfl_xor_sync(kAllLanes, product, 1);
+  product += __shfl_xor_sync(kAllLanes, product, 2);
+  if (first == 0) s.total[row] += product;
 }
 
 struct PackedValues {
@@ -83,7 +93,7 @@ struct PackedValues {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kDeltaThreads)
+__global__ void __launch_bounds__(kDeltaThreads, 2)
     delta_rule_local_kernel(const __grid_constant__ DeltaProblem<T> p, const __grid_constant__ LocalGradients<T> out,
                             PackedValues packed) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -115,6 +125,8 @@ __global__ void __launch_bounds__(kDeltaThreads)
     s.q_factor[i] = i < chunk.n ? p.q_factor[at] : 0.0F;
     s.k_factor[i] = i < chunk.n ? p.k_factor[at] : 0.0F;
   }
+  copy_key_rows(p, chunk, head, first_channel, kSlice, s.q, s.k, kRow);
+  copy_gate_rows(p, chunk, head, first_channel, s.q_level, kRow);
   Unit da, dp, dq_entry, dk_entry, dk_exit;
   for (int64_t first_value = 0; first_value < p.V; first_value += kSlice) {
     __syncthreads();
@@ -147,23 +159,23 @@ __global__ void __launch_bounds__(kDeltaThreads)
   __syncthreads();  // the tiles are no longer needed
 
   // 2. the borders
-  load_channels(p, chunk, head, first_channel, s.q_factor, s.k_factor, p.gate.rate(head), s.q, s.k, s.g);
+  activate_gate(p, chunk, head, first_channel, s.q_level, kRow, s.room, s.g);
   __syncthreads();
+  const KeyRows<T> keys = {s.q, s.k, kRow, s.q_factor, s.k_factor};
   const ChannelRun run;
   const bool runs = run.first < rows;
-  float dg[kRun];
-  if (runs) {
-    float sums[kRun];
-    sums_from(s.g, run, 0, sums);
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) s.factor[(run.first + i) * kSlice + run.channel] = expf(sums[i]);
-    sums_to(s.g, run, rows, sums);
+  const auto write_factors = [&](const float(&sums)[kRun]) {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) s.use[(run.first + i) * kSlice + run.channel] = expf(sums[i]);
-    float whole = 0.0F;
+  };
+  float dg[kRun];
+  if (runs) {
+    float sums[kRun], whole = 0.0F;
     for (int row = 0; row < rows; ++row) whole += s.g[row * kSlice + run.channel];
 #pragma unroll
     for (int i = 0; i < kRun; ++i) dg[i] = expf(whole) * s.total[run.channel];
+    sums_from(s.g, run, 0, sums);
+    write_factors(sums);
   }
   __syncthreads();
   Unit dq, dk;
@@ -172,22 +184,39 @@ __global__ void __launch_bounds__(kDeltaThreads)
     for (int pair = 0; pair < Unit::kPairs; ++pair)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int row = unit_row + Unit::row(pair), at = row * kSlice + unit_column + Unit::column(pair) + e;
-        const float q = s.q[at], k = s.k[at], from_start = s.factor[at], to_end = s.use[at];
+        const int row = unit_row + Unit::row(pair), column = unit_column + Unit::column(pair) + e;
+        float& use = s.use[row * kSlice + column];
+        const float q = keys.q_at(row, column), k = keys.k_at(row, column);
         const float diagonal = to_f32(s.da[row * kRow + row]);
-        const float q_entry = p.scale * dq_entry.value[pair][e] * from_start;
-        const float k_entry = -dk_entry.value[pair][e] * from_start, k_exit = dk_exit.value[pair][e] * to_end;
+        const float q_entry = p.scale * dq_entry.value[pair][e] * use, k_entry = -dk_entry.value[pair][e] * use;
         dq.value[pair][e] = q_entry + diagonal * k;
-        dk.value[pair][e] = k_entry + k_exit + diagonal * q;
-        s.factor[at] = q * q_entry + k * k_entry;
-        s.use[at] = k * k_exit;
+        dk.value[pair][e] = k_entry + diagonal * q;
+        use = q * q_entry + k * k_entry;
       }
   }
   __syncthreads();
+  if (runs) add_uses_from(s.use, run, rows, dg);
+  __syncthreads();
   if (runs) {
-    add_uses_from(s.factor, run, rows, dg);
-    add_uses_before(s.use, run, 0, dg);
+    float sums[kRun];
+    sums_to(s.g, run, rows, sums);
+    write_factors(sums);
   }
+  __syncthreads();
+  if (owns_unit) {
+#pragma unroll
+    for (int pair = 0; pair < Unit::kPairs; ++pair)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = unit_row + Unit::row(pair), column = unit_column + Unit::column(pair) + e;
+        float& use = s.use[row * kSlice + column];
+        const float k_exit = dk_exit.value[pair][e] * use;
+        dk.value[pair][e] += k_exit;
+        use = keys.k_at(row, column) * k_exit;
+      }
+  }
+  __syncthreads();
+  if (runs) add_uses_before(s.use, run, 0, dg);
 
   // 3. the levels
   for (int h = p.chunks.C / 2; h > 0; h /= 2) {
@@ -197,11 +226,11 @@ __global__ void __launch_bounds__(kDeltaThreads)
       level_sums(s.g, run, h, sums);
 #pragma unroll
       for (int i = 0; i < kRun; ++i) {
-        const int row = run.first + i, at = row * kSlice + run.channel;
+        const int row = run.first + i;
         const float factor = expf(sums[i]);
-        s.factor[at] = factor;
-        s.q_level[row * kRow + run.channel] = from_f32<T>(s.q[at] * factor);
-        s.k_level[row * kRow + run.channel] = from_f32<T>(s.k[at] * factor);
+        s.use[row * kSlice + run.channel] = factor;
+        s.q_level[row * kRow + run.channel] = from_f32<T>(keys.q_at(row, run.channel) * factor);
+        s.k_level[row * kRow + run.channel] = from_f32<T>(keys.k_at(row, run.channel) * factor);
       }
     }
     if (h < kUnitRows)
@@ -246,17 +275,18 @@ __global__ void __launch_bounds__(kDeltaThreads)
       for (int pair = 0; pair < Unit::kPairs; ++pair)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int row = unit_row + Unit::row(pair), at = row * kSlice + unit_column + Unit::column(pair) + e;
-          const float factor = s.factor[at];
+          const int row = unit_row + Unit::row(pair), column = unit_column + Unit::column(pair) + e;
+          float& use = s.use[row * kSlice + column];
+          const float factor = use;
           // the operands as they were multiplied
-          const float q = to_f32(from_f32<T>(s.q[at] * factor)), k = to_f32(from_f32<T>(s.k[at] * factor));
+          const float q = to_f32(s.q_level[row * kRow + column]), k = to_f32(s.k_level[row * kRow + column]);
           if ((row & h) != 0) {
             dq.value[pair][e] += factor * by_a.value[pair][e];
             dk.value[pair][e] += factor * by_p.value[pair][e];
-            s.use[at] = q * by_a.value[pair][e] + k * by_p.value[pair][e];
+            use = q * by_a.value[pair][e] + k * by_p.value[pair][e];
           } else {
             dk.value[pair][e] += factor * as_key.value[pair][e];
-            s.use[at] = k * as_key.value[pair][e];
+            use = k * as_key.value[pair][e];
           }
         }
     }

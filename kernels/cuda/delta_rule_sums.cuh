@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/cuda/delta_rule.cuh"
+#include "kernels/cuda/tile.cuh"
 
 namespace palimpsest::cuda {
 
@@ -114,20 +115,54 @@ __device__ inline bool meet_at(int i, int j, int h) {
   return (i & h) != 0 && (j & h) == 0 && i / (2 * h) == j / (2 * h);
 }
 
-// The normalised q and k and the log decays of kSlice channels of a chunk, zero past the chunk and beyond K.
+// Raw rows of q and k in shared memory, and the normalised numbers from them.
 template <class T>
-__device__ inline void load_channels(const DeltaProblem<T>& p, const ChunkList::Chunk& chunk, int64_t head,
-                                     int first_channel, const float* q_factor, const float* k_factor, float rate,
-                                     float* q, float* k, float* g) {
-  const int64_t key_head = p.key_head(head);
-  for (int i = static_cast<int>(threadIdx.x); i < p.chunks.rows * kSlice; i += kDeltaThreads) {
-    const int row = i / kSlice, channel = first_channel + i % kSlice;
-    const bool inside = row < chunk.n && channel < p.K;
-    const int64_t token = chunk.start + row;
-    q[i] = inside ? to_f32(p.q[token][key_head * p.K + channel]) * q_factor[row] : 0.0F;
-    k[i] = inside ? to_f32(p.k[token][key_head * p.K + channel]) * k_factor[row] : 0.0F;
-    g[i] = inside ? p.gate.log_decay(token, head, channel, rate) : 0.0F;
+struct KeyRows {
+  const T *q, *k;  // [rows, row_size]
+  int row_size;
+  const float *q_factor, *k_factor;  // [rows]
+
+  __device__ float q_at(int row, int channel) const { return to_f32(q[row * row_size + channel]) * q_factor[row]; }
+  __device__ float k_at(int row, int channel) const { return to_f32(k[row * row_size + channel]) * k_factor[row]; }
+};
+
+// Starts copying `columns` channels of q and k, zero past the chunk and beyond K.
+template <class T>
+__device__ inline void copy_key_rows(const DeltaProblem<T>& p, const ChunkList::Chunk& chunk, int64_t head,
+                                     int first_channel, int columns, T* q, T* k, int row_size) {
+  const int64_t at = p.key_head(head) * p.K + first_channel, left = p.K - first_channel;
+  load_tile(q, row_size, p.chunks.rows, columns, p.q[chunk.start] + at, p.q.stride, chunk.n, left, p.q_packed);
+  load_tile(k, row_size, p.chunks.rows, columns, p.k[chunk.start] + at, p.k.stride, chunk.n, left, p.k_packed);
+}
+
+// Starts copying the logits of kSlice channels of a vector gate.
+template <class T>
+__device__ inline void copy_gate_rows(const DeltaProblem<T>& p, const ChunkList::Chunk& chunk, int64_t head,
+                                      int first_channel, T* logits, int row_size) {
+  if (!p.gate.vector) return;
+  load_tile(logits, row_size, p.chunks.rows, kSlice, p.gate.logit[chunk.start] + head * p.K + first_channel,
+            p.gate.logit.stride, chunk.n, p.K - first_channel, p.gate_packed);
+}
+
+// g [rows, kSlice]: the log decays, zero past the chunk and beyond K, from the logits that were copied. `room` [rows].
+template <class T>
+__device__ inline void activate_gate(const DeltaProblem<T>& p, const ChunkList::Chunk& chunk, int64_t head,
+                                     int first_channel, const T* logits, int row_size, float* room, float* g) {
+  const int thread = static_cast<int>(threadIdx.x), rows = p.chunks.rows;
+  const int channel = thread % kSlice, step = kDeltaThreads / kSlice;
+  const float rate = p.gate.rate(head);
+  if (p.gate.vector) {
+    const bool inside = first_channel + channel < p.K;
+    const float bias = inside ? p.gate.dt_bias[head * p.K + first_channel + channel] : 0.0F;
+    for (int row = thread / kSlice; row < rows; row += step)
+      g[row * kSlice + channel] =
+          inside && row < chunk.n ? p.gate.activate(to_f32(logits[row * row_size + channel]) + bias, rate) : 0.0F;
+    return;
   }
+  if (thread < rows) room[thread] = thread < chunk.n ? p.gate.log_decay(chunk.start + thread, head, 0, rate) : 0.0F;
+  __syncthreads();
+  for (int row = thread / kSlice; row < rows; row += step)
+    g[row * kSlice + channel] = first_channel + channel < p.K ? room[row] : 0.0F;
 }
 
 }  // namespace palimpsest::cuda

@@ -90,7 +90,7 @@ void with_pack(std::initializer_list<const Tensor*> tensors, int64_t size, Body 
   bool fits = size % kPack == 0;
   for (const Tensor* tensor : tensors) {
     if (!tensor->defined()) continue;
-    fits = fits && tensor->row_stride() % kPack == 0 &&
+    fits = fits && (tensor->num_dims() == 1 || tensor->row_stride() % kPack == 0) &&
            reinterpret_cast<uintptr_t>(tensor->raw()) % static_cast<uintptr_t>(kPack * size_of(tensor->dtype())) == 0;
   }
   if (fits)
