@@ -1,9 +1,12 @@
-// The delta rule on GPUs: workspace, and the kernels in their order (see delta_rule.cuh). Both forms run chunkwise.
+// The delta rule on GPUs. Hopper's own kernels (delta_rule_sm90.h) do what they can; the plain ones (delta_rule.cuh)
+// the rest: here is their workspace and their order. Both forms run chunkwise.
 #include "kernels/cuda/delta_rule.cuh"
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
+#include "kernels/cuda/delta_rule_sm90.h"
 #include "kernels/cuda/tile.cuh"
 
 namespace palimpsest::cuda {
@@ -148,16 +151,134 @@ void backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, co
                  .dbeta_shares = dbeta_shares});
 }
 
+// ---- Hopper's kernels, see delta_rule_sm90.h ----
+
+bool is_hopper() {
+  int device = 0, major = 0, minor = 0;
+  CUDA_CHECK(cudaGetDevice(&device));
+  CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  return major == 9 && minor == 0;
+}
+
+template <class T>
+DeltaRows<T> delta_rows(const Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  return {tensor.data<bf16>(), tensor.row_stride()};
+}
+bf16* kept(const Tensor& tensor) {
+  return tensor.defined() ? static_cast<bf16*>(tensor.raw()) : nullptr;  // in a layout of those kernels
+}
+
+// The call as those kernels take it, without what belongs to one direction; nothing where they cannot do it. The answer
+// is the same in forward and backward, which must agree on what is saved.
+std::optional<DeltaRuleSm90> hopper_call(const DeltaRuleSaved& saved, const DeltaRuleInputs& in,
+                                         const DeltaRuleOptions& options, const Documents& documents) {
+  const bool fits = in.q.dtype() == DType::kBF16 && options.form == DeltaForm::kChunkwise && options.chunk_size == 64 &&
+                    options.delta_rule == DeltaRule::kOn;
+  if (!fits || !is_hopper()) return std::nullopt;
+  const DeltaRuleShape shape = delta_rule_shape(in, documents);
+  const bool has_gate = in.gate_logit.defined();
+  DeltaRuleSm90 op;
+  op.N = shape.N;
+  op.H = shape.H;
+  op.HV = shape.HV;
+  op.K = shape.K;
+  op.V = shape.V;
+  op.num_documents = shape.num_documents;
+  op.vector_decay = options.decay == Decay::kVector;
+  op.gate = !has_gate                         ? DeltaGateKind::kConstant
+            : options.gate == Gate::kSoftplus ? DeltaGateKind::kSoftplus
+                                              : DeltaGateKind::kBounded;
+  op.gate_lower_bound = static_cast<float>(options.gate_lower_bound);
+  op.constant_decays = options.decay != Decay::kNone && options.gate == Gate::kFixed;
+  op.first_value_head = options.first_value_head;
+  op.beta_scale = static_cast<float>(options.beta_scale);
+  op.l2norm_eps = static_cast<float>(options.l2norm_eps);
+  op.scale = static_cast<float>(options.scale);
+  op.l2norm_qk = options.l2norm_qk;
+  op.q = delta_rows<const bf16>(in.q);
+  op.k = delta_rows<const bf16>(in.k);
+  op.v = delta_rows<const bf16>(in.v);
+  op.beta_logit = delta_rows<const bf16>(in.beta_logit);
+  op.gate_logit = delta_rows<const bf16>(in.gate_logit);
+  op.A_log = optional_floats(in.A_log);
+  op.dt_bias = optional_floats(in.dt_bias);
+  op.initial_state = optional_floats(in.initial_state);
+  op.m = kept(saved.m);
+  op.aqk = kept(saved.aqk);
+  op.x = kept(saved.x);
+  op.states = kept(saved.states);
+  if (!delta_rule_sm90_serves(op)) return std::nullopt;
+  return op;
+}
+
+// Runs `body` with so many bytes of workspace.
+template <class Body>
+void with_workspace(Stream& stream, int64_t bytes, Body body) {
+  constexpr uintptr_t kAlignment = 1024;
+  const Tensor room = stream.scratch().allocate(DType::kU8, {bytes + static_cast<int64_t>(kAlignment)});
+  if (stream.is_planning()) return;
+  const auto address = reinterpret_cast<uintptr_t>(room.raw());
+  CUDA_CHECK(body(reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment)));
+}
+
+// False where those kernels cannot do it.
+bool hopper_forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved, const DeltaRuleInputs& in,
+                    const DeltaRuleOptions& options, const Documents& documents) {
+  std::optional<DeltaRuleSm90> op = hopper_call(saved, in, options, documents);
+  if (!op) return false;
+  const Arena::Scope scope(stream.scratch());
+  op->offsets = upload_numbers(stream, documents.offsets());
+  op->o = delta_rows<bf16>(out.o);
+  op->final_state = optional_floats(out.final_state);
+  CHECK(delta_rule_sm90_serves(*op), "o is ", out.o.str(), ", with rows ", out.o.row_stride(), " apart");
+  with_workspace(stream, delta_rule_sm90_forward_workspace(*op),
+                 [&](void* workspace) { return delta_rule_sm90_forward(*op, workspace, queue_of(stream)); });
+  return true;
+}
+
+bool hopper_backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, const Tensor& d_final_state,
+                     const DeltaRuleSaved& saved, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
+                     const Documents& documents) {
+  std::optional<DeltaRuleSm90> op = hopper_call(saved, in, options, documents);
+  if (!op) return false;
+  const Arena::Scope scope(stream.scratch());
+  op->offsets = upload_numbers(stream, documents.offsets());
+  op->d_o = delta_rows<const bf16>(d_o);
+  op->d_final_state = optional_floats(d_final_state);
+  op->dq = delta_rows<bf16>(grads.dq);
+  op->dk = delta_rows<bf16>(grads.dk);
+  op->dv = delta_rows<bf16>(grads.dv);
+  op->dbeta_logit = delta_rows<bf16>(grads.dbeta_logit);
+  op->dgate_logit = delta_rows<bf16>(grads.dgate_logit);
+  op->dA_log = optional_floats(grads.dA_log);
+  op->ddt_bias = optional_floats(grads.ddt_bias);
+  op->d_initial_state = optional_floats(grads.d_initial_state);
+  if (!delta_rule_sm90_serves(*op)) {
+    // What forward kept is not for the plain kernels, which compute it again.
+    DeltaRuleOptions again = options;
+    again.save_level = SaveLevel::kNothing;
+    backward<bf16>(stream, grads, d_o, d_final_state, {}, in, again, documents);
+    return true;
+  }
+  with_workspace(stream, delta_rule_sm90_backward_workspace(*op),
+                 [&](void* workspace) { return delta_rule_sm90_backward(*op, workspace, queue_of(stream)); });
+  return true;
+}
+
 }  // namespace
 
 void delta_rule_forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved,
                         const DeltaRuleInputs& in, const DeltaRuleOptions& options, const Documents& documents) {
+  if (hopper_forward(stream, out, saved, in, options, documents)) return;
   with_float(in.q.dtype(), [&](auto zero) { forward<decltype(zero)>(stream, out, saved, in, options, documents); });
 }
 
 void delta_rule_backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, const Tensor& d_final_state,
                          const DeltaRuleSaved& saved, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
                          const Documents& documents) {
+  if (hopper_backward(stream, grads, d_o, d_final_state, saved, in, options, documents)) return;
   with_float(in.q.dtype(), [&](auto zero) {
     backward<decltype(zero)>(stream, grads, d_o, d_final_state, saved, in, options, documents);
   });
