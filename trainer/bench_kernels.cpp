@@ -39,7 +39,8 @@ Ceilings measure_ceilings(Device device) {
   constexpr int kTries = 5;
   Arena memory("ceilings", device, std::max(kMatmulBytes, 2 * kElements * size_of(DType::kF32)));
   Arena scratch("scratch", device, 0);
-  Ceilings ceilings = {.flops_per_second = measure_matmul_flops(device, memory)};
+  Ceilings ceilings = {.flops_per_second =
+                           measure_matmul_flops(device, device == Device::kCuda ? DType::kBF16 : DType::kF32, memory)};
   Stream stream(device, scratch);
   const Tensor x = memory.allocate(DType::kF32, {kElements}), y = memory.allocate(DType::kF32, {kElements});
   fill_zero(stream, x);
