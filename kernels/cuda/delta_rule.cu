@@ -99,6 +99,11 @@ void forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& 
               {.o = Rows<T>(out.o), .x = p.x, .states = p.states, .final_state = optional_floats(out.final_state)});
 }
 
+// With the gradient of the initial state alone, what flows to the tokens is not wanted.
+bool wants_all(const DeltaRuleGrads& grads) {
+  return grads.dq.defined() || !grads.d_initial_state.defined();
+}
+
 template <class T>
 void backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, const Tensor& d_final_state,
               const DeltaRuleSaved& saved, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
@@ -125,6 +130,7 @@ void backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, co
                        .dbeta_shares = dbeta_shares,
                        .d_o = Rows<T>(d_o),
                        .d_final_state = optional_floats(d_final_state)});
+  if (!wants_all(grads)) return;
   // 3. inside them
   float *dq = floats(Shape{N, HV, p.Kp}), *dk = floats(Shape{N, HV, p.Kp}), *dg = nullptr;
   if (p.gate.has_gradient())
@@ -175,7 +181,7 @@ bf16* kept(const Tensor& tensor) {
 std::optional<DeltaRuleSm90> hopper_call(const DeltaRuleSaved& saved, const DeltaRuleInputs& in,
                                          const DeltaRuleOptions& options, const Documents& documents) {
   const bool fits = in.q.dtype() == DType::kBF16 && options.form == DeltaForm::kChunkwise && options.chunk_size == 64 &&
-                    options.delta_rule == DeltaRule::kOn;
+                    options.delta_rule == DeltaRule::kOn && has_states_in_order(documents);
   if (!fits || !is_hopper()) return std::nullopt;
   const DeltaRuleShape shape = delta_rule_shape(in, documents);
   const bool has_gate = in.gate_logit.defined();
@@ -185,7 +191,7 @@ std::optional<DeltaRuleSm90> hopper_call(const DeltaRuleSaved& saved, const Delt
   op.HV = shape.HV;
   op.K = shape.K;
   op.V = shape.V;
-  op.num_documents = shape.num_documents;
+  op.num_documents = documents.count();
   op.vector_decay = options.decay == Decay::kVector;
   op.gate = !has_gate                         ? DeltaGateKind::kConstant
             : options.gate == Gate::kSoftplus ? DeltaGateKind::kSoftplus
@@ -227,7 +233,7 @@ void with_workspace(Stream& stream, int64_t bytes, Body body) {
 bool hopper_forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved, const DeltaRuleInputs& in,
                     const DeltaRuleOptions& options, const Documents& documents) {
   std::optional<DeltaRuleSm90> op = hopper_call(saved, in, options, documents);
-  if (!op) return false;
+  if (!op || !out.o.defined()) return false;  // without o there is no backward that would need what is saved
   const Arena::Scope scope(stream.scratch());
   op->offsets = upload_numbers(stream, documents.offsets());
   op->o = delta_rows<bf16>(out.o);
@@ -255,7 +261,7 @@ bool hopper_backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& 
   op->dA_log = optional_floats(grads.dA_log);
   op->ddt_bias = optional_floats(grads.ddt_bias);
   op->d_initial_state = optional_floats(grads.d_initial_state);
-  if (!delta_rule_sm90_serves(*op)) {
+  if (!wants_all(grads) || !delta_rule_sm90_serves(*op)) {
     // What forward kept is not for the plain kernels, which compute it again.
     DeltaRuleOptions again = options;
     again.save_level = SaveLevel::kNothing;

@@ -101,7 +101,7 @@ struct DeltaProblem {
   DecayGate<T> gate;
   Rows<T> q, k, v, beta_logit;
   bool q_packed, k_packed, gate_packed;  // whether rows of q, k and of a vector gate's logits move in packs
-  const float* initial_state;            // [documents, HV, K, V] or null
+  const float* initial_state;            // [states, HV, K, V] or null
 
   // Workspace, all contiguous.
   T *Qb, *Kb, *Kt;             // [N, HV, Kp], zero beyond K
@@ -137,7 +137,7 @@ struct ScanOutputs {
   Rows<T> o;           // [N, HV, V]
   Rows<T> x;           // [N, HV, V]
   float* states;       // [slots, HV, K, V]
-  float* final_state;  // [documents, HV, K, V]
+  float* final_state;  // [states, HV, K, V]
 };
 template <class T>
 void launch_scan(const Stream& stream, const DeltaProblem<T>& p, const ScanOutputs<T>& out);
@@ -146,10 +146,10 @@ template <class T>
 struct ReverseScan {
   Rows<T> dv;                  // [N, HV, V], overwritten
   float* d_states;             // [slots, HV, K, V]: cotangent of the state before every chunk but a document's first
-  float* d_initial;            // [documents, HV, K, V] or null
+  float* d_initial;            // [states, HV, K, V] or null
   float* dbeta_shares;         // [V / kUnitColumns, N, HV]: Y . X over so many values each; unused without delta rule
   Rows<T> d_o;                 // [N, HV, V]
-  const float* d_final_state;  // [documents, HV, K, V] or null
+  const float* d_final_state;  // [states, HV, K, V] or null
 };
 template <class T>
 void launch_reverse_scan(const Stream& stream, const DeltaProblem<T>& p, const ReverseScan<T>& r);

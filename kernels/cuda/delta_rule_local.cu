@@ -113,12 +113,12 @@ __global__ void __launch_bounds__(kDeltaThreads, 2)
   const float *entry = nullptr, *exit = nullptr;
   if (chunk.number > 0)
     entry = p.states + p.chunks.state_slot(chunk, chunk.number) * all_states + state_offset;
-  else if (p.initial_state != nullptr)
-    entry = p.initial_state + chunk.document * all_states + state_offset;
+  else if (const int64_t row = p.chunks.documents.entering(chunk.document); p.initial_state != nullptr && row >= 0)
+    entry = p.initial_state + row * all_states + state_offset;
   if (!chunk.last)
     exit = out.d_states + p.chunks.state_slot(chunk, chunk.number + 1) * all_states + state_offset;
-  else if (out.d_final_state != nullptr)
-    exit = out.d_final_state + chunk.document * all_states + state_offset;
+  else if (const int64_t row = p.chunks.documents.leaving(chunk.document); out.d_final_state != nullptr && row >= 0)
+    exit = out.d_final_state + row * all_states + state_offset;
   for (int i = static_cast<int>(threadIdx.x); i < kSlice; i += kDeltaThreads) s.total[i] = 0.0F;
   for (int i = static_cast<int>(threadIdx.x); i < rows; i += kDeltaThreads) {
     const int64_t at = (chunk.start + i) * p.H + key_head;

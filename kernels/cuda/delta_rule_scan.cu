@@ -114,7 +114,7 @@ struct Scan {
   // This head's [K, V] in a tensor of states, or null.
   template <class Float>
   __device__ Float* head_state(Float* states, int64_t index) const {
-    return states == nullptr ? nullptr : states + (index * p.HV + head) * p.state_size();
+    return states == nullptr || index < 0 ? nullptr : states + (index * p.HV + head) * p.state_size();
   }
 
   // Calls body(unit, row, column) for the units of the state that this warp owns.
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
   Forward scan(p, p.v, packed, shared);
   const auto& s = scan.s;
   const int row = scan.unit_row, column = scan.unit_column, rows = scan.rows;
-  scan.load_state(scan.head_state(p.initial_state, scan.document));
+  scan.load_state(scan.head_state(p.initial_state, p.chunks.documents.entering(scan.document)));
   scan.for_each_chunk([&](const Stage<T>& stage, const ChunkList::Chunk& chunk) {
     if (chunk.number > 0 && out.states != nullptr)
       scan.store_state(scan.head_state(out.states, p.chunks.state_slot(chunk, chunk.number)));
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
     scan.for_each_state_unit(
         [&](Unit& unit, int first_row, int first_column) { scan.publish(unit, first_row, first_column); });
   });
-  scan.store_state(scan.head_state(out.final_state, scan.document));
+  scan.store_state(scan.head_state(out.final_state, p.chunks.documents.leaving(scan.document)));
 }
 
 template <class T, int kStages, int kStateUnits>
@@ -321,7 +321,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
   Reverse scan(p, r.d_o, packed, shared);
   const auto& s = scan.s;
   const int row = scan.unit_row, column = scan.unit_column, rows = scan.rows;
-  scan.load_state(scan.head_state(r.d_final_state, scan.document));
+  scan.load_state(scan.head_state(r.d_final_state, p.chunks.documents.leaving(scan.document)));
   scan.for_each_chunk([&](const Stage<T>& stage, const ChunkList::Chunk& chunk) {
     if (!chunk.last) scan.store_state(scan.head_state(r.d_states, p.chunks.state_slot(chunk, chunk.number + 1)));
     // 1. dX = scale Aqk^T dO + Kt dS
@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
       scan.publish(unit, first_row, first_column);
     });
   });
-  scan.store_state(scan.head_state(r.d_initial, scan.document));
+  scan.store_state(scan.head_state(r.d_initial, p.chunks.documents.entering(scan.document)));
 }
 
 // Two stages where they fit: bf16 with keys of at most 128.

@@ -31,19 +31,22 @@ const int64_t* upload_numbers(const Stream& stream, const std::vector<int64_t>& 
   return to;
 }
 
+bool has_states_in_order(const Documents& documents) {
+  for (int64_t i = 0; i < documents.count(); ++i)
+    if (documents.entering(i) != i || documents.leaving(i) != i) return false;
+  return true;
+}
+
 DocumentList upload(const Stream& stream, const Documents& documents) {
   DocumentList list = {upload_numbers(stream, documents.offsets()), documents.count()};
+  if (has_states_in_order(documents)) return list;
   std::vector<int64_t> entering, leaving;
-  bool in_order = true;
   for (int64_t i = 0; i < documents.count(); ++i) {
     entering.push_back(documents.entering(i));
     leaving.push_back(documents.leaving(i));
-    in_order = in_order && entering.back() == i && leaving.back() == i;
   }
-  if (!in_order) {
-    list.entering_rows = upload_numbers(stream, entering);
-    list.leaving_rows = upload_numbers(stream, leaving);
-  }
+  list.entering_rows = upload_numbers(stream, entering);
+  list.leaving_rows = upload_numbers(stream, leaving);
   return list;
 }
 
