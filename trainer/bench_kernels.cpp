@@ -87,8 +87,9 @@ std::vector<double> values_of(const std::vector<Tensor>& tensors) {
     HostCopy host(tensor);
     const Tensor& copied = host.fetch().tensor();
     for (int64_t i = 0; i < copied.numel(); ++i)
-      values.push_back(copied.dtype() == DType::kF64 ? copied.data<double>()[i]
-                                                     : static_cast<double>(copied.data<float>()[i]));
+      values.push_back(copied.dtype() == DType::kF64   ? copied.data<double>()[i]
+                       : copied.dtype() == DType::kF32 ? static_cast<double>(copied.data<float>()[i])
+                                                       : static_cast<double>(to_float(copied.data<BF16>()[i])));
   }
   return values;
 }

@@ -37,11 +37,26 @@ Tensor BenchPlace::drawn(DType dtype, Shape shape, Draw&& draw) {
   return tensor;
 }
 
+namespace {
+
+float random_number(uint64_t stream, uint64_t i) {
+  return static_cast<float>(2.0 * random_uniform(1, stream, i) - 1.0);
+}
+
+}  // namespace
+
 Tensor BenchPlace::random(Shape shape) {
-  const auto draw = [](uint64_t stream, uint64_t i) {
-    return static_cast<float>(2.0 * random_uniform(1, stream, i) - 1.0);
-  };
-  return dtype_ == DType::kF64 ? drawn<double>(dtype_, shape, draw) : drawn<float>(dtype_, shape, draw);
+  if (dtype_ != DType::kBF16) return wide_random(shape);
+  return drawn<BF16>(dtype_, shape, [](uint64_t stream, uint64_t i) { return to_bf16(random_number(stream, i)); });
+}
+
+Tensor BenchPlace::wide_random(Shape shape) {
+  return dtype_ == DType::kF64 ? drawn<double>(dtype_, shape, random_number)
+                               : drawn<float>(DType::kF32, shape, random_number);
+}
+
+Tensor BenchPlace::wide_zeros(Shape shape) {
+  return zeros(dtype_ == DType::kF64 ? DType::kF64 : DType::kF32, shape);
 }
 
 Tensor BenchPlace::zeros(Shape shape) {
@@ -50,6 +65,7 @@ Tensor BenchPlace::zeros(Shape shape) {
 
 Tensor BenchPlace::zeros(DType dtype, Shape shape) {
   const auto zero = [](uint64_t, uint64_t) { return 0.0F; };
+  if (dtype == DType::kBF16) return drawn<BF16>(dtype, shape, [](uint64_t, uint64_t) { return BF16{0}; });
   return dtype == DType::kF64 ? drawn<double>(dtype, shape, zero) : drawn<float>(dtype, shape, zero);
 }
 
@@ -81,23 +97,24 @@ void add_linear(Ops& ops, const Sizes& s, const char* what, int64_t in, int64_t 
   const double flops = 2.0 * static_cast<double>(N) * static_cast<double>(in) * static_cast<double>(out);
   const std::string sizes = fmt::format("[{}, {}] -> {}, {}", N, in, out, what);
   ops.push_back({"linear_forward", "", [=](BenchPlace& place) {
-                   const Tensor x = place.random({N, in}), w = place.random({out, in}), y = place.zeros({N, out});
+                   const Tensor x = place.random({N, in}), w = place.wide_random({out, in}), y = place.zeros({N, out});
                    return PreparedOp{sizes, flops, {x, w}, {y}, [=, &place] {
                                        linear_forward(place.stream(), y, x, w, Write::kOverwrite);
                                      }};
                  }});
-  ops.push_back({"linear_backward_input", "", [=](BenchPlace& place) {
-                   const Tensor dy = place.random({N, out}), w = place.random({out, in}), dx = place.zeros({N, in});
-                   return PreparedOp{sizes, flops, {dy, w}, {dx}, [=, &place] {
-                                       linear_backward_input(place.stream(), dx, dy, w, Write::kOverwrite);
-                                     }};
-                 }});
-  ops.push_back({"linear_backward_weight", "", [=](BenchPlace& place) {
-                   const Tensor dy = place.random({N, out}), x = place.random({N, in}), dw = place.zeros({out, in});
-                   return PreparedOp{sizes, flops, {dy, x, dw}, {dw}, [=, &place] {
-                                       linear_backward_weight(place.stream(), dw, dy, x);
-                                     }};
-                 }});
+  ops.push_back(
+      {"linear_backward_input", "", [=](BenchPlace& place) {
+         const Tensor dy = place.random({N, out}), w = place.wide_random({out, in}), dx = place.zeros({N, in});
+         return PreparedOp{sizes, flops, {dy, w}, {dx}, [=, &place] {
+                             linear_backward_input(place.stream(), dx, dy, w, Write::kOverwrite);
+                           }};
+       }});
+  ops.push_back(
+      {"linear_backward_weight", "", [=](BenchPlace& place) {
+         const Tensor dy = place.random({N, out}), x = place.random({N, in}), dw = place.wide_zeros({out, in});
+         return PreparedOp{
+             sizes, flops, {dy, x, dw}, {dw}, [=, &place] { linear_backward_weight(place.stream(), dw, dy, x); }};
+       }});
 }
 
 // Tensors of the delta rule, the op's options and the sizes, shared by forward and backward.
@@ -116,8 +133,8 @@ struct DeltaRuleBench {
           .v = place.random({N, HV, K}),
           .beta_logit = place.random({N, HV}),
           .gate_logit = place.random({N, HV, K}),
-          .A_log = place.zeros({HV}),
-          .dt_bias = place.zeros({HV, K})};
+          .A_log = place.wide_zeros({HV}),
+          .dt_bias = place.wide_zeros({HV, K})};
     o = place.zeros({N, HV, K});
     saved = allocate_delta_rule_saved(place.memory(), place.dtype(), delta_rule_shape(in, documents), options);
     flops = static_cast<double>(N * HV) * delta_rule_flops(K, K);
@@ -144,7 +161,7 @@ void add_delta_rule(Ops& ops, const Sizes& s, DeltaForm form) {
   ops.push_back({"delta_rule_backward", name, [=](BenchPlace& place) {
                    const DeltaRuleBench b(place, s, form);
                    delta_rule_forward(place.stream(), {.o = b.o}, b.saved, b.in, b.options, b.documents);
-                   const auto like = [&](const Tensor& x) { return place.zeros(x.shape()); };
+                   const auto like = [&](const Tensor& x) { return place.zeros(x.dtype(), x.shape()); };
                    const DeltaRuleGrads grads = {.dq = like(b.in.q),
                                                  .dk = like(b.in.k),
                                                  .dv = like(b.in.v),
@@ -169,20 +186,21 @@ void add_short_conv(Ops& ops, const Sizes& s) {
   const int64_t N = s.N, C = 3 * kda.num_heads * kda.head_dim, taps = kda.conv_size;
   const std::string sizes = fmt::format("[{}, {}], {} taps", N, C, taps);
   ops.push_back({"short_conv_forward", "", [=](BenchPlace& place) {
-                   const Tensor x = place.random({N, C}), w = place.random({C, 1, taps}), y = place.zeros({N, C});
+                   const Tensor x = place.random({N, C}), w = place.wide_random({C, 1, taps}), y = place.zeros({N, C});
                    return PreparedOp{sizes, 0, {x}, {y}, [=, &place] {
                                        short_conv_forward(place.stream(), y, x, w, {}, s.documents(),
                                                           ConvActivation::kSilu);
                                      }};
                  }});
-  ops.push_back({"short_conv_backward", "", [=](BenchPlace& place) {
-                   const Tensor dy = place.random({N, C}), x = place.random({N, C}), w = place.random({C, 1, taps});
-                   const Tensor dx = place.zeros({N, C}), dw = place.zeros({C, 1, taps});
-                   return PreparedOp{sizes, 0, {dy, x}, {dx}, [=, &place] {
-                                       short_conv_backward(place.stream(), dx, dw, {}, dy, x, w, {}, {}, s.documents(),
-                                                           ConvActivation::kSilu);
-                                     }};
-                 }});
+  ops.push_back(
+      {"short_conv_backward", "", [=](BenchPlace& place) {
+         const Tensor dy = place.random({N, C}), x = place.random({N, C}), w = place.wide_random({C, 1, taps});
+         const Tensor dx = place.zeros({N, C}), dw = place.wide_zeros({C, 1, taps});
+         return PreparedOp{sizes, 0, {dy, x}, {dx}, [=, &place] {
+                             short_conv_backward(place.stream(), dx, dw, {}, dy, x, w, {}, {}, s.documents(),
+                                                 ConvActivation::kSilu);
+                           }};
+       }});
 }
 
 void add_attention(Ops& ops, const Sizes& s) {
@@ -193,22 +211,23 @@ void add_attention(Ops& ops, const Sizes& s) {
   const std::string sizes = fmt::format("{} x {} tokens, {} heads of {} / {}", s.rows, s.T, H, K, V);
   ops.push_back({"attention_forward", "", [=](BenchPlace& place) {
                    const Tensor q = place.random({N, H, K}), k = place.random({N, H, K}), v = place.random({N, H, V});
-                   const Tensor o = place.zeros({N, H, V}), lse = place.zeros({N, H});
+                   const Tensor o = place.zeros({N, H, V}), lse = place.wide_zeros({N, H});
                    return PreparedOp{sizes, flops, {q, k, v}, {o}, [=, &place] {
                                        attention_forward(place.stream(), o, lse, q, k, v, scale, s.documents(),
                                                          s.documents());
                                      }};
                  }});
-  ops.push_back({"attention_backward", "", [=](BenchPlace& place) {
-                   const Tensor q = place.random({N, H, K}), k = place.random({N, H, K}), v = place.random({N, H, V});
-                   const Tensor o = place.zeros({N, H, V}), lse = place.zeros({N, H}), d_o = place.random({N, H, V});
-                   const Tensor dq = place.zeros({N, H, K}), dk = place.zeros({N, H, K}), dv = place.zeros({N, H, V});
-                   attention_forward(place.stream(), o, lse, q, k, v, scale, s.documents(), s.documents());
-                   return PreparedOp{
-                       sizes, 2 * flops, {q, k, v, o, d_o}, {dq, dk, dv}, [=, &place] {
-                         attention_backward(place.stream(), {dq, dk, dv, d_o, q, k, v, o, lse, scale}, s.documents());
-                       }};
-                 }});
+  ops.push_back(
+      {"attention_backward", "", [=](BenchPlace& place) {
+         const Tensor q = place.random({N, H, K}), k = place.random({N, H, K}), v = place.random({N, H, V});
+         const Tensor o = place.zeros({N, H, V}), lse = place.wide_zeros({N, H}), d_o = place.random({N, H, V});
+         const Tensor dq = place.zeros({N, H, K}), dk = place.zeros({N, H, K}), dv = place.zeros({N, H, V});
+         attention_forward(place.stream(), o, lse, q, k, v, scale, s.documents(), s.documents());
+         return PreparedOp{
+             sizes, 2 * flops, {q, k, v, o, d_o}, {dq, dk, dv}, [=, &place] {
+               attention_backward(place.stream(), {dq, dk, dv, d_o, q, k, v, o, lse, scale}, s.documents());
+             }};
+       }});
 }
 
 void add_rotary(Ops& ops, const Sizes& s) {
@@ -227,22 +246,22 @@ void add_norms(Ops& ops, const Sizes& s) {
   const std::string sizes = fmt::format("[{}, {}]", N, D), head_sizes = fmt::format("[{}, {}, {}]", N, H, K);
   constexpr double kEps = 1e-5;
   ops.push_back({"rms_norm_forward", "", [=](BenchPlace& place) {
-                   const Tensor x = place.random({N, D}), w = place.random({D});
-                   const Tensor y = place.zeros({N, D}), rstd = place.zeros({N});
+                   const Tensor x = place.random({N, D}), w = place.wide_random({D});
+                   const Tensor y = place.zeros({N, D}), rstd = place.wide_zeros({N});
                    return PreparedOp{sizes, 0, {x}, {y}, [=, &place] {
                                        rms_norm_forward(place.stream(), y, rstd, x, w, kEps, NormWeight::kPlain);
                                      }};
                  }});
   ops.push_back({"rms_norm_backward", "", [=](BenchPlace& place) {
-                   const Tensor dy = place.random({N, D}), x = place.random({N, D}), w = place.random({D});
-                   const Tensor rstd = place.random({N}), dx = place.zeros({N, D}), dw = place.zeros({D});
+                   const Tensor dy = place.random({N, D}), x = place.random({N, D}), w = place.wide_random({D});
+                   const Tensor rstd = place.wide_random({N}), dx = place.zeros({N, D}), dw = place.wide_zeros({D});
                    return PreparedOp{sizes, 0, {dy, x}, {dx}, [=, &place] {
                                        rms_norm_backward(place.stream(), dx, dw, dy, x, w, rstd, NormWeight::kPlain);
                                      }};
                  }});
   ops.push_back({"gated_rms_norm_forward", "", [=](BenchPlace& place) {
-                   const Tensor o = place.random({N, H, K}), z = place.random({N, H, K}), w = place.random({K});
-                   const Tensor y = place.zeros({N, H, K}), rstd = place.zeros({N, H});
+                   const Tensor o = place.random({N, H, K}), z = place.random({N, H, K}), w = place.wide_random({K});
+                   const Tensor y = place.zeros({N, H, K}), rstd = place.wide_zeros({N, H});
                    return PreparedOp{head_sizes, 0, {o, z}, {y}, [=, &place] {
                                        gated_rms_norm_forward(place.stream(), y, rstd, o, z, w, kEps,
                                                               GateActivation::kSigmoid);
@@ -250,8 +269,8 @@ void add_norms(Ops& ops, const Sizes& s) {
                  }});
   ops.push_back({"gated_rms_norm_backward", "", [=](BenchPlace& place) {
                    const Tensor dy = place.random({N, H, K}), o = place.random({N, H, K}), z = place.random({N, H, K});
-                   const Tensor w = place.random({K}), rstd = place.random({N, H});
-                   const Tensor d_o = place.zeros({N, H, K}), dz = place.zeros({N, H, K}), dw = place.zeros({K});
+                   const Tensor w = place.wide_random({K}), rstd = place.wide_random({N, H});
+                   const Tensor d_o = place.zeros({N, H, K}), dz = place.zeros({N, H, K}), dw = place.wide_zeros({K});
                    return PreparedOp{head_sizes, 0, {dy, o, z}, {d_o, dz}, [=, &place] {
                                        gated_rms_norm_backward(place.stream(), d_o, dz, dw, dy, o, z, w, rstd,
                                                                GateActivation::kSigmoid);
@@ -281,11 +300,11 @@ void add_vocabulary(Ops& ops, const Sizes& s) {
   const std::string sizes = fmt::format("[{}, {}] of {} rows", N, D, V);
   ops.push_back(
       {"embedding_forward", "", [=](BenchPlace& place) {
-         const Tensor table = place.random({V, D}), tokens = place.ids(N, V), x = place.zeros({N, D});
+         const Tensor table = place.wide_random({V, D}), tokens = place.ids(N, V), x = place.zeros({N, D});
          return PreparedOp{sizes, 0, {x}, {x}, [=, &place] { embedding_forward(place.stream(), x, tokens, table); }};
        }});
   ops.push_back({"embedding_backward", "", [=](BenchPlace& place) {
-                   const Tensor dx = place.random({N, D}), tokens = place.ids(N, V), dtable = place.zeros({V, D});
+                   const Tensor dx = place.random({N, D}), tokens = place.ids(N, V), dtable = place.wide_zeros({V, D});
                    // Of the table it touches as many rows as there are tokens; all are compared.
                    return PreparedOp{sizes, 0, {dx}, {dtable}, [=, &place] {
                                        embedding_backward(place.stream(), dtable, dx, tokens);
@@ -293,33 +312,36 @@ void add_vocabulary(Ops& ops, const Sizes& s) {
                  }});
   const int64_t n = std::min(N, head_block_rows(V, DType::kF32));
   const std::string head_sizes = fmt::format("[{}, {}]", n, V);
-  ops.push_back({"cross_entropy_stats", "", [=](BenchPlace& place) {
-                   const Tensor logits = place.random({n, V}), targets = place.ids(n, V), stats = place.zeros({n, 3});
-                   return PreparedOp{head_sizes, 0, {logits}, {stats}, [=, &place] {
-                                       cross_entropy_stats(place.stream(), stats, logits, targets, 0);
-                                     }};
-                 }});
-  ops.push_back({"cross_entropy_backward", "", [=](BenchPlace& place) {
-                   const Tensor logits = place.random({n, V}), targets = place.ids(n, V), stats = place.zeros({n, 3});
-                   cross_entropy_stats(place.stream(), stats, logits, targets, 0);
-                   return PreparedOp{head_sizes, 0, {logits}, {logits}, [=, &place] {
-                                       cross_entropy_backward(place.stream(), logits, stats, targets, 0, 0.0, 1.0);
-                                     }};
-                 }});
+  ops.push_back(
+      {"cross_entropy_stats", "", [=](BenchPlace& place) {
+         const Tensor logits = place.random({n, V}), targets = place.ids(n, V), stats = place.wide_zeros({n, 3});
+         return PreparedOp{head_sizes, 0, {logits}, {stats}, [=, &place] {
+                             cross_entropy_stats(place.stream(), stats, logits, targets, 0);
+                           }};
+       }});
+  ops.push_back(
+      {"cross_entropy_backward", "", [=](BenchPlace& place) {
+         const Tensor logits = place.random({n, V}), targets = place.ids(n, V), stats = place.wide_zeros({n, 3});
+         cross_entropy_stats(place.stream(), stats, logits, targets, 0);
+         return PreparedOp{head_sizes, 0, {logits}, {logits}, [=, &place] {
+                             cross_entropy_backward(place.stream(), logits, stats, targets, 0, 0.0, 1.0);
+                           }};
+       }});
 }
 
 void add_optimizer(Ops& ops, const Sizes& s) {
   const Shape shape = {s.V, s.D};
   const std::string sizes = fmt::format("[{}, {}]", s.V, s.D);
   ops.push_back({"accumulate_norm_squared", "", [=](BenchPlace& place) {
-                   const Tensor grad = place.random(shape), control = place.zeros(DType::kF64, {kStepControlSize});
+                   const Tensor grad = place.wide_random(shape), control = place.zeros(DType::kF64, {kStepControlSize});
                    return PreparedOp{sizes, 0, {grad}, {control}, [=, &place] {
                                        accumulate_norm_squared(place.stream(), control, grad);
                                      }};
                  }});
   ops.push_back({"adamw_step", "", [=](BenchPlace& place) {
-                   const Tensor value = place.random(shape), m = place.zeros(shape), v = place.zeros(shape);
-                   const Tensor grad = place.random(shape), control = place.zeros(DType::kF64, {kStepControlSize});
+                   const Tensor value = place.wide_random(shape), m = place.wide_zeros(shape),
+                                v = place.wide_zeros(shape);
+                   const Tensor grad = place.wide_random(shape), control = place.zeros(DType::kF64, {kStepControlSize});
                    accumulate_norm_squared(place.stream(), control, grad);
                    prepare_step(place.stream(), control, 1.0);
                    return PreparedOp{sizes, 0, {value, m, v, grad}, {value, m, v}, [=, &place] {

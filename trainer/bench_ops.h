@@ -22,8 +22,11 @@ class BenchPlace {
   Arena& memory() const { return memory_; }
   DType dtype() const { return dtype_; }
 
-  Tensor random(Shape shape);  // f32 numbers from -1 to 1, as large as activations are
+  Tensor random(Shape shape);  // numbers from -1 to 1, as large as activations are
   Tensor zeros(Shape shape);
+  // The same in the dtype of weights and statistics, which is f32 beside bf16.
+  Tensor wide_random(Shape shape);
+  Tensor wide_zeros(Shape shape);
   Tensor zeros(DType dtype, Shape shape);
   Tensor ids(int64_t count, int64_t num_ids);  // [count] i32, below num_ids
 

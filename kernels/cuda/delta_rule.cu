@@ -184,6 +184,7 @@ std::optional<DeltaRuleSm90> hopper_call(const DeltaRuleSaved& saved, const Delt
                     options.delta_rule == DeltaRule::kOn && has_states_in_order(documents);
   if (!fits || !is_hopper()) return std::nullopt;
   const DeltaRuleShape shape = delta_rule_shape(in, documents);
+  if (shape.N < options.chunk_size) return std::nullopt;  // nothing to gain, and the plain kernels round less
   const bool has_gate = in.gate_logit.defined();
   DeltaRuleSm90 op;
   op.N = shape.N;

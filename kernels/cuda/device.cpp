@@ -1,6 +1,8 @@
 // The device layer on the CUDA runtime.
 #include "kernels/device.h"
 
+#include <cstring>
+
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/engine.h"
 
@@ -62,8 +64,8 @@ void transfer(const Stream& stream, const Tensor& to, const Tensor& from) {
   check_contiguous("from", from);
   if (to.numel() == 0 || stream.is_planning()) return;
   const auto bytes = static_cast<size_t>(from.bytes());
-  if (stream.device() == Device::kCpu) {
-    CUDA_CHECK(cudaMemcpy(to.raw(), from.raw(), bytes, cudaMemcpyDefault));
+  if (to.device() == Device::kCpu && from.device() == Device::kCpu) {
+    std::memcpy(to.raw(), from.raw(), bytes);
     return;
   }
   CUDA_CHECK(cudaMemcpyAsync(to.raw(), from.raw(), bytes, cudaMemcpyDefault, cuda::queue_of(stream)));
