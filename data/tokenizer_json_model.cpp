@@ -106,7 +106,7 @@ VocabularyModel read_unigram(const JsonNode& node, bool byte_level, const std::s
   for (size_t i = 0; i < vocab.size(); ++i) {
     const JsonNode entry = vocab.at(i);
     if (entry.size() != 2) entry.refuse("expected a piece and its score");
-    const std::string& text = entry.at(0).text();
+    const std::string text(entry.at(0).text());
     pieces[i].score = entry.at(1).number();
     lowest = std::min(lowest, pieces[i].score);
     model.pieces.add(text, static_cast<int32_t>(i), entry);
