@@ -191,14 +191,11 @@ TEST_P(ResumeOfUnevenShards, GoesOnBitForBit) {
   const SharedDirectory root(mesh->world());
   MeshRun straight(config, *mesh, DType::kF32, adamw_options(), kMaxTokens, GetParam());
   MeshRun resumed(config, *mesh, DType::kF32, adamw_options(), kMaxTokens, GetParam());
-  std::vector<double> losses;
-  for (int64_t step = 1; step <= 3; ++step) {
-    losses.push_back(train_step(straight, *mesh, step, config.vocab_size).loss);
-    if (step == 1) save(root.path(), step, straight, *mesh);
-  }
+  train_step(straight, *mesh, 1, config.vocab_size);
+  save(root.path(), 1, straight, *mesh);
   load_newest(root.path(), resumed, *mesh);
-  for (int64_t step = 2; step <= 3; ++step)
-    EXPECT_EQ(train_step(resumed, *mesh, step, config.vocab_size).loss, losses[static_cast<size_t>(step) - 1]);
+  EXPECT_EQ(train_step(resumed, *mesh, 2, config.vocab_size).loss,
+            train_step(straight, *mesh, 2, config.vocab_size).loss);
   const auto expected = wanted_blocks(straight.registry(), kAll), got = wanted_blocks(resumed.registry(), kAll);
   ASSERT_EQ(got.size(), expected.size());
   for (size_t i = 0; i < got.size(); ++i)
