@@ -38,7 +38,8 @@ Attention::Attention(const ModelConfig& config, const std::string& prefix, Param
       scale_(1.0 / std::sqrt(static_cast<double>(head_dim_))),
       norm_eps_(config.norm_eps),
       norm_weight_(config.norm),
-      rope_(config.attention.rope, 0, config.attention.rope_dim.value_or(head_dim_), config.attention.rope_theta) {
+      rope_(config.attention.rope, 0, config.attention.rope_dim.value_or(head_dim_), config.attention.rope_theta,
+            config.attention.rope_scaling) {
   const int64_t D = config.hidden_size, H = config.attention.num_heads, d = head_dim_;
   const int64_t HKV = config.attention.num_kv_heads.value_or(H);
   const std::string p = prefix + "self_attn.";

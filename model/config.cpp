@@ -62,6 +62,28 @@ void validate_retnet(const RetnetConfig& retnet) {
     throw_user_error("model.retnet.head_dim is ", retnet.head_dim, ", must be at most ", kMaxKeySize);
 }
 
+void validate_rope_scaling(const char* mixer, const RopeScalingConfig& scaling) {
+  if (scaling.kind == RopeScalingKind::kDefault) return;
+  const auto fail = [&](const char* field, double value, const char* wanted) {
+    throw_user_error("model.", mixer, ".rope_scaling.", field, " is ", value, ", must be ", wanted);
+  };
+  if (!(scaling.factor >= 1)) fail("factor", scaling.factor, "at least 1");
+  if (scaling.original_max_positions < 1)
+    fail("original_max_positions", static_cast<double>(scaling.original_max_positions), "at least 1");
+  if (scaling.kind == RopeScalingKind::kYarn) {
+    if (!(scaling.beta_slow > 0)) fail("beta_slow", scaling.beta_slow, "above 0");
+    if (!(scaling.beta_fast >= scaling.beta_slow)) fail("beta_fast", scaling.beta_fast, "at least beta_slow");
+    if (scaling.attention_factor && !(*scaling.attention_factor > 0))
+      fail("attention_factor", *scaling.attention_factor, "above 0, or null");
+    if (!(scaling.mscale >= 0)) fail("mscale", scaling.mscale, "at least 0");
+    if (!(scaling.mscale_all_dim >= 0)) fail("mscale_all_dim", scaling.mscale_all_dim, "at least 0");
+  } else {
+    if (!(scaling.low_freq_factor > 0)) fail("low_freq_factor", scaling.low_freq_factor, "above 0");
+    if (!(scaling.high_freq_factor > scaling.low_freq_factor))
+      fail("high_freq_factor", scaling.high_freq_factor, "above low_freq_factor");
+  }
+}
+
 void validate_mla(const MlaConfig& mla) {
   require_positive("mla.num_heads", mla.num_heads);
   if (mla.q_lora_rank) require_positive("mla.q_lora_rank", *mla.q_lora_rank);
@@ -70,6 +92,7 @@ void validate_mla(const MlaConfig& mla) {
   require_even("mla.qk_rope_head_dim", mla.qk_rope_head_dim);
   require_positive("mla.v_head_dim", mla.v_head_dim);
   if (!(mla.rope_theta > 0)) throw_user_error("model.mla.rope_theta is ", mla.rope_theta, ", must be positive");
+  validate_rope_scaling("mla", mla.rope_scaling);
 }
 
 void validate_attention(const AttentionConfig& attention) {
@@ -86,6 +109,7 @@ void validate_attention(const AttentionConfig& attention) {
     throw_user_error("model.attention.rope_dim is ", rope_dim, ", must be at most head_dim = ", attention.head_dim);
   if (!(attention.rope_theta > 0))
     throw_user_error("model.attention.rope_theta is ", attention.rope_theta, ", must be positive");
+  validate_rope_scaling("attention", attention.rope_scaling);
 }
 
 void validate_moe(const MoeConfig& moe, int64_t num_layers) {

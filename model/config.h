@@ -22,6 +22,12 @@ struct EnumNames<RopeKind> {
   static constexpr const char* values[] = {"none", "interleaved", "half_split"};
 };
 
+enum class RopeScalingKind : uint8_t { kDefault, kYarn, kLlama3 };
+template <>
+struct EnumNames<RopeScalingKind> {
+  static constexpr const char* values[] = {"default", "yarn", "llama3"};
+};
+
 template <>
 struct EnumNames<NormWeight> {
   static constexpr const char* values[] = {"plain", "one_centred"};
@@ -85,6 +91,37 @@ struct RetnetConfig {
   }
 };
 
+// How rotary angles are stretched to contexts longer than the model was first trained for. Formulae: model/rope.h.
+struct RopeScalingConfig {
+  RopeScalingKind kind = RopeScalingKind::kDefault;
+  double factor = 1.0;
+  int64_t original_max_positions = 4096;
+  double beta_fast = 32.0;
+  double beta_slow = 1.0;
+  bool truncate = true;
+  std::optional<double> attention_factor;
+  double mscale = 0.0;
+  double mscale_all_dim = 0.0;
+  double low_freq_factor = 1.0;
+  double high_freq_factor = 4.0;
+
+  template <class V>
+  void visit(V& v) {
+    v("kind", kind, "default: none; yarn; llama3");
+    v("factor", factor, "new context length over the old");
+    v("original_max_positions", original_max_positions, "the old context length");
+    v("beta_fast", beta_fast, "yarn: pairs that turn more often in the old context keep their angle");
+    v("beta_slow", beta_slow, "yarn: pairs that turn less often are divided by factor");
+    v("truncate", truncate, "yarn: round the border pairs to whole ones");
+    v("attention_factor", attention_factor, "yarn: factor of rotated queries and keys; null: from factor and mscale");
+    v("mscale", mscale, "yarn: numerator of that factor; 0: 0.1 ln(factor) + 1");
+    v("mscale_all_dim", mscale_all_dim, "yarn: its denominator, and MLA's softmax factor; 0: neither");
+    v("low_freq_factor", low_freq_factor,
+      "llama3: pairs that turn less often in the old context are divided by factor");
+    v("high_freq_factor", high_freq_factor, "llama3: pairs that turn more often keep their angle");
+  }
+};
+
 struct MlaConfig {
   int64_t num_heads = 8;
   std::optional<int64_t> q_lora_rank;
@@ -94,6 +131,7 @@ struct MlaConfig {
   int64_t v_head_dim = 128;
   RopeKind rope = RopeKind::kNone;
   double rope_theta = 10000.0;
+  RopeScalingConfig rope_scaling;
 
   template <class V>
   void visit(V& v) {
@@ -105,6 +143,7 @@ struct MlaConfig {
     v("v_head_dim", v_head_dim, "value size of a head");
     v("rope", rope, "rotary embedding: none, interleaved pairs (DeepSeek-V3 files) or half_split pairs");
     v("rope_theta", rope_theta, "base of the rotary angles");
+    v("rope_scaling", rope_scaling, "rotary angles of longer contexts");
   }
 };
 
@@ -115,6 +154,7 @@ struct AttentionConfig {
   RopeKind rope = RopeKind::kHalfSplit;
   std::optional<int64_t> rope_dim;
   double rope_theta = 10000.0;
+  RopeScalingConfig rope_scaling;
   bool output_gate = false;
   bool qk_norm = false;
 
@@ -128,6 +168,7 @@ struct AttentionConfig {
     v("rope_theta", rope_theta, "base of the rotary angles");
     v("output_gate", output_gate, "multiply the heads by a sigmoid gate, as Qwen3-Next does");
     v("qk_norm", qk_norm, "RMSNorm of queries and keys per head");
+    v("rope_scaling", rope_scaling, "rotary angles of longer contexts");
   }
 };
 

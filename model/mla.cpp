@@ -43,9 +43,10 @@ Mla::Mla(const ModelConfig& config, const std::string& prefix, ParameterRegistry
       value_dim_(config.mla.v_head_dim),
       kv_rank_(config.mla.kv_lora_rank),
       q_rank_(config.mla.q_lora_rank.value_or(0)),
-      scale_(1.0 / std::sqrt(static_cast<double>(nope_dim_ + rope_dim_))),
-      q_rope_(config.mla.rope, nope_dim_, rope_dim_, config.mla.rope_theta),
-      k_rope_(config.mla.rope, 0, rope_dim_, config.mla.rope_theta) {
+      scale_((config.mla.rope == RopeKind::kNone ? 1.0 : rope_softmax_factor(config.mla.rope_scaling)) /
+             std::sqrt(static_cast<double>(nope_dim_ + rope_dim_))),
+      q_rope_(config.mla.rope, nope_dim_, rope_dim_, config.mla.rope_theta, config.mla.rope_scaling),
+      k_rope_(config.mla.rope, 0, rope_dim_, config.mla.rope_theta, config.mla.rope_scaling) {
   const int64_t D = config.hidden_size, H = config.mla.num_heads, dq = nope_dim_ + rope_dim_;
   const std::string p = prefix + "self_attn.";
   const auto norm = [&](const char* name, int64_t size) {

@@ -233,7 +233,7 @@ void add_attention(Ops& ops, const Sizes& s) {
 void add_rotary(Ops& ops, const Sizes& s) {
   const MlaConfig& mla = s.model.mla;
   const int64_t N = s.N, H = mla.num_heads, size = std::max<int64_t>(2, mla.qk_rope_head_dim / 2 * 2);
-  const auto rope = std::make_shared<const Rope>(RopeKind::kInterleaved, 0, size, mla.rope_theta);
+  const auto rope = std::make_shared<const Rope>(RopeKind::kInterleaved, 0, size, mla.rope_theta, mla.rope_scaling);
   const std::string sizes = fmt::format("[{}, {}, {}]", N, H, size);
   ops.push_back({"rotary_forward", "", [=](BenchPlace& place) {
                    const Tensor x = place.random({N, H, size}), positions = place.ids(N, s.T);

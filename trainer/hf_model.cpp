@@ -122,23 +122,52 @@ void read_common(Fields& fields, ModelConfig& config) {
   fields.require(config.num_layers > 0, "num_hidden_layers", "must be positive");
 }
 
-// rope_theta, in a field of its own or inside rope_parameters; every scaling but the default is refused by name.
-double read_rope_theta(Fields& fields, std::optional<double>& partial_factor) {
-  double theta = fields.number("rope_theta", 10000.0);
-  if (fields.has("partial_rotary_factor")) partial_factor = fields.number("partial_rotary_factor");
-  if (fields.has("rope_parameters")) {
-    Fields rope = fields.section("rope_parameters");
-    const std::string kind = rope.text("rope_type", "default");
-    rope.require(kind == "default", "rope_type", "only default is supported");
-    theta = rope.number("rope_theta", theta);
-    if (rope.has("partial_rotary_factor")) partial_factor = rope.number("partial_rotary_factor");
+// What the files say of rotary embeddings, in fields of their own or inside rope_parameters or rope_scaling. Every kind
+// of scaling but default, yarn and llama3 is refused by name.
+struct HfRope {
+  double theta = 10000.0;
+  std::optional<double> partial_factor;
+  RopeScalingConfig scaling;
+};
+
+void read_rope_scaling(Fields& rope, RopeScalingConfig& scaling, int64_t max_positions) {
+  const std::string kind = rope.text("rope_type", rope.text("type", "default"));
+  if (kind == "default") return;
+  const char* key = rope.has("rope_type") ? "rope_type" : "type";
+  rope.require(kind == "yarn" || kind == "llama3", key, "supported are default, yarn and llama3");
+  scaling.kind = kind == "yarn" ? RopeScalingKind::kYarn : RopeScalingKind::kLlama3;
+  const bool has_length = rope.has("original_max_position_embeddings");
+  if (!has_length && max_positions == 0) rope.unsupported("original_max_position_embeddings", "is missing");
+  scaling.original_max_positions = has_length ? rope.integer("original_max_position_embeddings") : max_positions;
+  const auto length = static_cast<double>(scaling.original_max_positions);
+  scaling.factor = rope.number("factor", static_cast<double>(max_positions) / length);
+  if (scaling.kind == RopeScalingKind::kYarn) {
+    scaling.beta_fast = rope.number("beta_fast", 32.0);
+    scaling.beta_slow = rope.number("beta_slow", 1.0);
+    scaling.truncate = rope.boolean("truncate", true);
+    if (rope.has("attention_factor")) scaling.attention_factor = rope.number("attention_factor");
+    scaling.mscale = rope.number("mscale", 0.0);
+    scaling.mscale_all_dim = rope.number("mscale_all_dim", 0.0);
+  } else {
+    scaling.low_freq_factor = rope.number("low_freq_factor");
+    scaling.high_freq_factor = rope.number("high_freq_factor");
   }
-  if (fields.has("rope_scaling")) {
-    Fields rope = fields.section("rope_scaling");
-    const std::string kind = rope.text("rope_type", rope.text("type", "default"));
-    fields.require(kind == "default", "rope_scaling", "only the default kind is supported");
+}
+
+HfRope read_rope(Fields& fields) {
+  HfRope result;
+  const int64_t max_positions = fields.integer("max_position_embeddings", 0);
+  result.theta = fields.number("rope_theta", 10000.0);
+  if (fields.has("partial_rotary_factor")) result.partial_factor = fields.number("partial_rotary_factor");
+  for (const char* key : {"rope_parameters", "rope_scaling"}) {
+    if (!fields.has(key)) continue;
+    Fields rope = fields.section(key);
+    result.theta = rope.number("rope_theta", result.theta);
+    if (rope.has("partial_rotary_factor")) result.partial_factor = rope.number("partial_rotary_factor");
+    read_rope_scaling(rope, result.scaling, max_positions);
+    rope.refuse_unknown_mathematics();
   }
-  return theta;
+  return result;
 }
 
 // layer_types: entry i is layer i from 0.
@@ -266,8 +295,9 @@ void read_kimi(Fields& fields, ModelConfig& config) {
 void read_deepseek(Fields& fields, ModelConfig& config) {
   read_mla(fields, config.mla);
   config.layers = {"mla"};
-  std::optional<double> partial;
-  config.mla.rope_theta = read_rope_theta(fields, partial);
+  const HfRope rope = read_rope(fields);
+  config.mla.rope_theta = rope.theta;
+  config.mla.rope_scaling = rope.scaling;
   config.mla.rope = fields.boolean("rope_interleave", true) ? RopeKind::kInterleaved : RopeKind::kHalfSplit;
   MoeConfig& moe = config.moe;
   moe.num_experts = fields.integer("n_routed_experts", 0);
@@ -292,11 +322,13 @@ void read_attention(Fields& fields, ModelConfig& config) {
   config.attention.num_kv_heads = fields.integer("num_key_value_heads", config.attention.num_heads);
   fields.require(config.attention.num_heads > 0, "num_attention_heads", "must be positive");
   config.attention.head_dim = fields.integer("head_dim", config.hidden_size / config.attention.num_heads);
-  std::optional<double> partial;
+  const HfRope rope = read_rope(fields);
   config.attention.rope = RopeKind::kHalfSplit;
-  config.attention.rope_theta = read_rope_theta(fields, partial);
-  if (partial)
-    config.attention.rope_dim = static_cast<int64_t>(*partial * static_cast<double>(config.attention.head_dim));
+  config.attention.rope_theta = rope.theta;
+  config.attention.rope_scaling = rope.scaling;
+  if (rope.partial_factor)
+    config.attention.rope_dim =
+        static_cast<int64_t>(*rope.partial_factor * static_cast<double>(config.attention.head_dim));
 }
 
 void read_qwen3_next(Fields& fields, ModelConfig& config) {
@@ -340,75 +372,12 @@ void read_qwen3_next(Fields& fields, ModelConfig& config) {
     moe.router_aux_loss_coef = fields.number("router_aux_loss_coef", 0.001);
 }
 
-// Row ranges of one part of Qwen3-Next's packed projections: the public rows go in blocks, one a key head.
-std::vector<RowRange> blocked_rows(int64_t num_blocks, int64_t block_rows, int64_t offset, int64_t count) {
-  std::vector<RowRange> rows;
-  for (int64_t block = 0; block < num_blocks; ++block) rows.push_back({block * block_rows + offset, count});
-  return rows;
-}
-
-// Places of Gated DeltaNet and gated attention parameters of Qwen3-Next; the field stays empty for all others.
-std::optional<HfPlace> qwen_packed_place(const ModelConfig& config, const std::string& prefix,
-                                         const std::string& leaf) {
-  const GdnConfig& gdn = config.gdn;
-  const int64_t D = config.hidden_size, H = gdn.num_heads, HV = gdn.num_value_heads.value_or(H), r = HV / H;
-  const int64_t K = gdn.head_dim, V = gdn.value_head_dim.value_or(K);
-  // in_proj_qkvz: per key head q K, k K, v r*V, z r*V rows. in_proj_ba: per key head b r, a r rows.
-  const int64_t qkvz_block = 2 * K + 2 * r * V;
-  const auto qkvz = [&](int64_t offset, int64_t count) {
-    return HfPlace{.names = {prefix + "in_proj_qkvz.weight"},
-                   .shape = {H * qkvz_block, D},
-                   .rows = blocked_rows(H, qkvz_block, offset, count)};
-  };
-  const auto ba = [&](int64_t offset) {
-    return HfPlace{
-        .names = {prefix + "in_proj_ba.weight"}, .shape = {2 * HV, D}, .rows = blocked_rows(H, 2 * r, offset, r)};
-  };
-  const auto conv = [&](int64_t start, int64_t count) {
-    return HfPlace{
-        .names = {prefix + "conv1d.weight"}, .shape = {2 * H * K + HV * V, 1, gdn.conv_size}, .rows = {{start, count}}};
-  };
-  if (leaf == "q_proj.weight") return qkvz(0, K);
-  if (leaf == "k_proj.weight") return qkvz(K, K);
-  if (leaf == "v_proj.weight") return qkvz(2 * K, r * V);
-  if (leaf == "z_proj.weight") return qkvz(2 * K + r * V, r * V);
-  if (leaf == "b_proj.weight") return ba(0);
-  if (leaf == "a_proj.weight") return ba(r);
-  if (leaf == "q_conv1d.weight") return conv(0, H * K);
-  if (leaf == "k_conv1d.weight") return conv(H * K, H * K);
-  if (leaf == "v_conv1d.weight") return conv(2 * H * K, HV * V);
-  return std::nullopt;
-}
-
-// The rest of `name` behind `marker`, when it is there.
-std::optional<std::string> after(const std::string& name, const std::string& marker) {
-  const size_t at = name.find(marker);
-  if (at == std::string::npos) return std::nullopt;
-  return name.substr(at + marker.size());
-}
-
-void replace_in(std::string& name, std::string_view part, std::string_view by) {
-  const size_t at = name.find(part);
-  if (at != std::string::npos) name.replace(at, part.size(), by);
-}
-
-// Layers with experts: block_sparse_moe.*, an expert's matrices being w1 (gate), w2 (down), w3 (up). Dense ones: mlp.*,
-// or block_sparse_moe.* where the public library wrote them.
-std::vector<std::string> kimi_feed_forward_names(const std::string& name) {
-  std::string sparse = name;
-  replace_in(sparse, ".mlp.", ".block_sparse_moe.");
-  const std::string leaf = *after(name, ".mlp.");
-  if (leaf.starts_with("experts.")) {
-    replace_in(sparse, "gate_proj", "w1");
-    replace_in(sparse, "down_proj", "w2");
-    replace_in(sparse, "up_proj", "w3");
-  }
-  const bool dense = leaf.find('.') == leaf.rfind('.') && leaf.find("_proj.") != std::string::npos;
-  if (dense) return {name, sparse};
-  return {sparse};
-}
-
 }  // namespace
+
+const char* name_of(HfFamily family) {
+  constexpr const char* kNames[] = {"kimi_linear", "deepseek_v3", "qwen3_next", "llama"};
+  return kNames[static_cast<size_t>(family)];
+}
 
 HfModel read_hf_config(std::string_view json, const std::string& file) {
   Json object;
@@ -441,31 +410,6 @@ HfModel read_hf_config(std::string_view json, const std::string& file) {
   fields.refuse_unknown_mathematics();
   validate(model.config);
   return model;
-}
-
-HfPlace hf_place(const HfModel& model, const ParameterSpec& parameter) {
-  const std::string& name = parameter.name;
-  const int64_t num_rows = parameter.shape[0];
-  if (model.family == HfFamily::kQwen3Next) {
-    if (const auto leaf = after(name, "linear_attn."))
-      if (auto place = qwen_packed_place(model.config, name.substr(0, name.size() - leaf->size()), *leaf))
-        return *place;
-    // The query projection holds, per head, the query's rows and then the gate's.
-    const auto leaf = after(name, "self_attn.");
-    if (leaf == "q_proj.weight" || leaf == "g_proj.weight") {
-      const int64_t H = model.config.attention.num_heads, d = model.config.attention.head_dim;
-      return {.names = {name.substr(0, name.size() - leaf->size()) + "q_proj.weight"},
-              .shape = {2 * H * d, model.config.hidden_size},
-              .rows = blocked_rows(H, 2 * d, leaf == "g_proj.weight" ? d : 0, d)};
-    }
-  }
-  HfPlace place{.names = {name}, .shape = parameter.shape, .rows = {{0, num_rows}}};
-  if (model.family == HfFamily::kQwen3Next) replace_in(place.names[0], ".shared_experts.", ".shared_expert.");
-  if (model.family == HfFamily::kKimiLinear) {
-    place.any_shape = name.ends_with(".A_log");
-    if (after(name, ".mlp.")) place.names = kimi_feed_forward_names(name);
-  }
-  return place;
 }
 
 }  // namespace palimpsest

@@ -14,6 +14,8 @@ namespace palimpsest {
 
 enum class HfFamily : uint8_t { kKimiLinear, kDeepseekV3, kQwen3Next, kLlama };
 
+const char* name_of(HfFamily family);  // its model_type
+
 struct HfModel {
   HfFamily family = HfFamily::kKimiLinear;
   ModelConfig config;
