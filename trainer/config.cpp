@@ -242,15 +242,33 @@ std::string hash_text(const Config& config) {
   return fmt::format("{:016x}", hash_of(to_yaml(config)));
 }
 
+namespace {
+
+// model.layers spelled out over the depth: one period and many are the same model.
+Config with_every_layer(Config config) {
+  if (config.model.layers.empty()) return config;
+  std::vector<std::string> layers;
+  for (int64_t i = 0; i < config.model.num_layers; ++i) layers.push_back(config.model.layer_kind(i));
+  config.model.layers = std::move(layers);
+  return config;
+}
+
+}  // namespace
+
 std::vector<ConfigDifference> differences(const Config& before, const Config& after) {
-  const std::vector<ConfigField> old_fields = list_fields(before);
-  const std::vector<ConfigField> new_fields = list_fields(after);
+  const std::vector<ConfigField> old_fields = list_fields(with_every_layer(before));
+  const std::vector<ConfigField> new_fields = list_fields(with_every_layer(after));
   std::vector<ConfigDifference> result;
   for (size_t i = 0; i < old_fields.size(); ++i) {
     if (old_fields[i].value == new_fields[i].value) continue;
     result.push_back({old_fields[i].key, old_fields[i].value, new_fields[i].value});
   }
   return result;
+}
+
+bool decides_computation(std::string_view key) {
+  return key.starts_with("model.") && key != "model.initializer_range" && key != "model.moe.router_bias_update_speed" &&
+         key != "model.moe.router_aux_loss_coef";
 }
 
 std::vector<std::string> resume_notices(const Config& saved, const Config& now) {
@@ -260,7 +278,7 @@ std::vector<std::string> resume_notices(const Config& saved, const Config& now) 
     const std::string& key = difference.key;
     // Where the run lies, and what it starts from, say nothing about its course.
     if (key == "run.dir" || key == "resume" || key == "from") continue;
-    if (key.starts_with("model.")) {
+    if (decides_computation(key)) {
       fixed +=
           fmt::format("{}{} ({} there, {} here)", fixed.empty() ? "" : ", ", key, difference.before, difference.after);
     } else {

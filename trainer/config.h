@@ -265,8 +265,11 @@ struct ConfigDifference {
   std::string before, after;
 };
 std::vector<ConfigDifference> differences(const Config& before, const Config& after);
-// For resuming a run saved with `saved` under `now`: throws a UserError that lists every key of model.* that differs;
-// otherwise one line for each other key that differs and is worth a notice.
+// Whether a field decides what the model computes, so that weights of one value do not mean the same with another:
+// model.*, but for what only training asks for.
+bool decides_computation(std::string_view key);
+// For resuming a run saved with `saved` under `now`: throws a UserError that lists every key that decides_computation
+// and differs; otherwise one line for each other key that differs and is worth a notice.
 std::vector<std::string> resume_notices(const Config& saved, const Config& now);
 
 }  // namespace palimpsest
