@@ -312,4 +312,14 @@ MappedFile::~MappedFile() {
   if (address_ != nullptr) ::munmap(address_, size_);
 }
 
+void MappedFile::release(std::span<const std::byte> part) const {
+  if (part.empty()) return;
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = static_cast<size_t>(part.data() - static_cast<const std::byte*>(address_));
+  CHECK(begin <= size_ && part.size() <= size_ - begin, path_, ": not a part of the file");
+  const size_t first = begin / page * page;
+  // Only advice: without it the system takes the pages back when it needs them.
+  (void)madvise(static_cast<std::byte*>(address_) + first, begin + part.size() - first, MADV_DONTNEED);
+}
+
 }  // namespace palimpsest

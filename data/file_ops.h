@@ -111,6 +111,8 @@ class MappedFile {
 
   std::span<const std::byte> bytes() const { return {static_cast<const std::byte*>(address_), size_}; }
   const std::string& path() const { return path_; }
+  // Takes what was read of a part of bytes() out of this process's memory; reading it again takes it from the disk.
+  void release(std::span<const std::byte> part) const;
 
  private:
   std::string path_;

@@ -73,23 +73,29 @@ int64_t natural(const Json& value, const std::string& where, const char* what) {
   return static_cast<int64_t>(value.get<uint64_t>());
 }
 
-SafeTensor parse_tensor(const Json& entry, std::span<const std::byte> payload, const std::string& where,
-                        std::pair<int64_t, int64_t>& range) {
+// What a header says of one tensor, consistent in itself.
+struct Extent {
+  SafeDType dtype = SafeDType::kF32;
+  std::vector<int64_t> shape;
+  int64_t begin = 0, end = 0;  // bytes of the data
+};
+
+Extent parse_extent(const Json& entry, const std::string& where) {
   if (!entry.is_object() || !entry.contains("dtype") || !entry.contains("shape") || !entry.contains("data_offsets"))
     throw_user_error(where, ": needs dtype, shape and data_offsets");
-  SafeTensor tensor;
+  Extent extent;
   const Json& dtype = entry.at("dtype");
   const auto row = std::find_if(std::begin(kDTypes), std::end(kDTypes),
                                 [&](const DTypeRow& candidate) { return dtype == candidate.name; });
   if (row == std::end(kDTypes)) throw_user_error(where, ": dtype ", dtype.dump(), " is not known");
-  tensor.dtype = row->dtype;
+  extent.dtype = row->dtype;
 
   const Json& shape = entry.at("shape");
   if (!shape.is_array()) throw_user_error(where, ": shape must be a list");
   int64_t numel = 1;
-  for (const Json& extent : shape) {
-    const int64_t value = natural(extent, where, "shape");
-    tensor.shape.push_back(value);
+  for (const Json& size : shape) {
+    const int64_t value = natural(size, where, "shape");
+    extent.shape.push_back(value);
     if (__builtin_mul_overflow(numel, value, &numel)) throw_user_error(where, ": shape ", shape.dump(), " overflows");
   }
   int64_t bytes = 0;
@@ -97,15 +103,13 @@ SafeTensor parse_tensor(const Json& entry, std::span<const std::byte> payload, c
 
   const Json& offsets = entry.at("data_offsets");
   if (!offsets.is_array() || offsets.size() != 2) throw_user_error(where, ": data_offsets must be two numbers");
-  range = {natural(offsets[0], where, "data_offsets"), natural(offsets[1], where, "data_offsets")};
-  if (range.first > range.second || range.second > static_cast<int64_t>(payload.size()))
-    throw_user_error(where, ": data_offsets ", offsets.dump(), " do not lie in the file's ", payload.size(),
-                     " bytes of data");
-  if (range.second - range.first != bytes)
-    throw_user_error(where, ": data_offsets ", offsets.dump(), " hold ", range.second - range.first,
+  extent.begin = natural(offsets[0], where, "data_offsets");
+  extent.end = natural(offsets[1], where, "data_offsets");
+  if (extent.begin > extent.end) throw_user_error(where, ": data_offsets ", offsets.dump(), " do not lie in order");
+  if (extent.end - extent.begin != bytes)
+    throw_user_error(where, ": data_offsets ", offsets.dump(), " hold ", extent.end - extent.begin,
                      " bytes, dtype and shape need ", bytes);
-  tensor.bytes = payload.subspan(static_cast<size_t>(range.first), static_cast<size_t>(bytes));
-  return tensor;
+  return extent;
 }
 
 float half_to_float(uint16_t half) {
@@ -116,6 +120,31 @@ float half_to_float(uint16_t half) {
   if (exponent != 0) return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
   const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;  // subnormal, or zero
   return sign ? -magnitude : magnitude;
+}
+
+uint16_t float_to_half(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));  // NaN
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to more than the largest
+  if (magnitude < 0x38800000u) {
+    // Below 2^-14: adding 0.5 leaves the value in units of 2^-24, rounded, in the low mantissa bits.
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000u));
+  }
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return static_cast<uint16_t>(sign | ((rounded >> 13) - (112u << 10)));
+}
+
+template <class T, class Convert>
+std::vector<std::byte> convert_all(std::span<const float> values, Convert&& convert) {
+  std::vector<std::byte> bytes(values.size() * sizeof(T));
+  for (size_t i = 0; i < values.size(); ++i) {
+    const T element = convert(values[i]);
+    std::memcpy(bytes.data() + i * sizeof(T), &element, sizeof(T));
+  }
+  return bytes;
 }
 
 // out[i] = convert(element start + i), elements of type T.
@@ -151,9 +180,15 @@ std::map<std::string, SafeTensor> parse_safetensors_header(std::span<const std::
   std::vector<std::pair<std::pair<int64_t, int64_t>, std::string>> ranges;
   for (const auto& [name, entry] : json.items()) {
     if (name == "__metadata__") continue;
-    std::pair<int64_t, int64_t> range;
-    tensors[name] = parse_tensor(entry, payload, path + ": tensor '" + printable(name) + "'", range);
-    ranges.emplace_back(range, name);
+    const std::string where = path + ": tensor '" + printable(name) + "'";
+    const Extent extent = parse_extent(entry, where);
+    if (extent.end > static_cast<int64_t>(payload.size()))
+      throw_user_error(where, ": data_offsets ", entry.at("data_offsets").dump(), " do not lie in the file's ",
+                       payload.size(), " bytes of data");
+    tensors[name] = {
+        extent.dtype, extent.shape,
+        payload.subspan(static_cast<size_t>(extent.begin), static_cast<size_t>(extent.end - extent.begin))};
+    ranges.push_back({{extent.begin, extent.end}, name});
   }
   std::sort(ranges.begin(), ranges.end());
   int64_t end = 0;
@@ -176,7 +211,8 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : file_(path) {
   const std::span<const std::byte> rest = bytes.subspan(sizeof(header_bytes));
   if (header_bytes > rest.size() || header_bytes > static_cast<uint64_t>(kMaxHeaderBytes))
     throw_user_error(path, ": byte 0: a header of ", header_bytes, " bytes does not fit the file of ", bytes.size());
-  tensors_ = parse_safetensors_header(rest.first(header_bytes), rest.subspan(header_bytes), path);
+  header_ = rest.first(header_bytes);
+  tensors_ = parse_safetensors_header(header_, rest.subspan(header_bytes), path);
 }
 
 SafetensorsFolder::SafetensorsFolder(const std::string& directory) : directory_(directory) {
@@ -221,6 +257,11 @@ std::vector<std::string> SafetensorsFolder::names() const {
   return names;
 }
 
+void SafetensorsFolder::release(std::span<const std::byte> part) const {
+  for (const SafetensorsFile& file : files_)
+    if (file.holds(part)) return file.release(part);
+}
+
 void read_as_f32(const SafeTensor& tensor, int64_t start, std::span<float> out, const std::string& where) {
   CHECK(start >= 0 && start + static_cast<int64_t>(out.size()) <= tensor.numel(), where);
   switch (tensor.dtype) {
@@ -257,28 +298,93 @@ std::vector<int32_t> read_as_i32(const SafeTensor& tensor, const std::string& wh
   return values;
 }
 
-void write_safetensors(const std::string& path, const std::vector<NamedSafeTensor>& tensors,
-                       const std::map<std::string, std::string>& metadata) {
+std::vector<SafeEntry> list_safetensors_header(std::span<const std::byte> header, const std::string& path) {
+  const Json json = parse_unique({reinterpret_cast<const char*>(header.data()), header.size()}, path);
+  std::vector<std::pair<int64_t, SafeEntry>> entries;
+  for (const auto& [name, entry] : json.items()) {
+    if (name == "__metadata__") continue;
+    const Extent extent = parse_extent(entry, path + ": tensor '" + printable(name) + "'");
+    entries.push_back({extent.begin, {name, extent.dtype, extent.shape, extent.end - extent.begin}});
+  }
+  std::stable_sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<SafeEntry> list;
+  int64_t end = 0;
+  for (auto& [begin, entry] : entries) {
+    if (begin != end)
+      throw_user_error(path, ": tensor '", printable(entry.name), "' does not follow the one before it");
+    end += entry.bytes;
+    list.push_back(std::move(entry));
+  }
+  return list;
+}
+
+std::string make_safetensors_header(std::vector<SafeEntry>& entries,
+                                    const std::map<std::string, std::string>& metadata) {
   Json header = Json::object();
   if (!metadata.empty()) header["__metadata__"] = metadata;
   int64_t offset = 0;
-  for (const auto& [name, tensor] : tensors) {
-    CHECK(!header.contains(name), "tensor ", name, " is written twice");
-    const int64_t end = offset + static_cast<int64_t>(tensor.bytes.size());
-    header[name] = {{"dtype", name_of(tensor.dtype)}, {"shape", tensor.shape}, {"data_offsets", {offset, end}}};
-    offset = end;
+  for (SafeEntry& entry : entries) {
+    CHECK(!header.contains(entry.name), "tensor ", entry.name, " is written twice");
+    int64_t numel = 1;
+    for (const int64_t extent : entry.shape) numel *= extent;
+    entry.bytes = numel * size_of(entry.dtype);
+    header[entry.name] = {
+        {"dtype", name_of(entry.dtype)}, {"shape", entry.shape}, {"data_offsets", {offset, offset + entry.bytes}}};
+    offset += entry.bytes;
   }
   std::string text = header.dump();
-  text.resize((text.size() + 7) / 8 * 8, ' ');  // the data starts aligned to 8 bytes
-  const uint64_t header_bytes = text.size();
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  return text;
+}
+
+SafetensorsWriter::SafetensorsWriter(const std::string& path, std::string_view header, int64_t data_bytes)
+    : file_(path, OutputFile::Mode::kReplace), left_(data_bytes) {
+  const uint64_t header_bytes = header.size();
+  file_.write(std::as_bytes(std::span(&header_bytes, 1)));
+  file_.write(header);
+}
+
+void SafetensorsWriter::write(std::span<const std::byte> bytes) {
+  left_ -= static_cast<int64_t>(bytes.size());
+  CHECK(left_ >= 0, file_.path(), ": more data than its header says");
+  file_.write(bytes);
+}
+
+void SafetensorsWriter::finish() {
+  CHECK(left_ == 0, file_.path(), ": ", left_, " bytes of data are missing");
+  file_.sync();
+  file_.close();
+}
+
+std::vector<std::byte> to_elements(std::span<const float> values, SafeDType dtype) {
+  switch (dtype) {
+    case SafeDType::kF32:
+      return convert_all<float>(values, [](float x) { return x; });
+    case SafeDType::kF64:
+      return convert_all<double>(values, [](float x) { return static_cast<double>(x); });
+    case SafeDType::kF16:
+      return convert_all<uint16_t>(values, float_to_half);
+    case SafeDType::kBF16:
+      return convert_all<uint16_t>(values, [](float x) { return to_bf16(x).bits; });
+    default:
+      CHECK(false, "weights are not written as ", name_of(dtype));
+      return {};
+  }
+}
+
+void write_safetensors(const std::string& path, const std::vector<NamedSafeTensor>& tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  std::vector<SafeEntry> entries;
+  int64_t bytes = 0;
+  for (const auto& [name, tensor] : tensors) {
+    entries.push_back({name, tensor.dtype, tensor.shape, 0});
+    bytes += static_cast<int64_t>(tensor.bytes.size());
+  }
   const std::string temporary = path + ".partial";
   try {
-    OutputFile file(temporary, OutputFile::Mode::kReplace);
-    file.write(std::as_bytes(std::span(&header_bytes, 1)));
-    file.write(text);
-    for (const auto& [name, tensor] : tensors) file.write(tensor.bytes);
-    file.sync();
-    file.close();
+    SafetensorsWriter writer(temporary, make_safetensors_header(entries, metadata), bytes);
+    for (const auto& [name, tensor] : tensors) writer.write(tensor.bytes);
+    writer.finish();
     rename_path(temporary, path);
   } catch (...) {
     try_remove(temporary);

@@ -53,6 +53,7 @@ class Parser {
     add_checkpoint();
     add_import();
     add_plan();
+    add_export();
     add_bench();
   }
 
@@ -217,6 +218,19 @@ class Parser {
     command.callback([this] { result_ = plan_; });
   }
 
+  void add_export() {
+    CLI::App& parent = add(app_, "export", "Write public models.");
+    parent.require_subcommand(1);
+    CLI::App& hf = add(parent, "hf",
+                       "Turn a checkpoint into a folder of the public library: an imported model in the names, shapes "
+                       "and types it came with, one born here in those of the family that computes the same.");
+    hf.add_option("CHECKPOINT", export_.checkpoint, "checkpoint folder, or a run (its newest checkpoint)")->required();
+    hf.add_option("DIR", export_.out, "folder to write; must not exist")->required();
+    hf.add_flag("--drop-unknown", export_.drop_unknown,
+                "leave out the tensors that came with an imported model but have no meaning here, such as mtp.*");
+    hf.callback([this] { result_ = export_; });
+  }
+
   void add_bench() {
     CLI::App& bench = add(app_, "bench", "Measure speed and memory.");
     bench.require_subcommand(1);
@@ -277,6 +291,7 @@ class Parser {
   MergeArguments merge_;
   ImportHfArguments import_;
   PlanArguments plan_;
+  ExportHfArguments export_;
   BenchTrainArguments bench_train_;
   BenchKernelsArguments bench_kernels_;
 };

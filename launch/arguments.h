@@ -66,6 +66,10 @@ struct PlanArguments {
   int64_t top = 20;                  // layouts in the table
   std::string json;
 };
+struct ExportHfArguments {
+  std::string checkpoint, out;
+  bool drop_unknown = false;
+};
 struct BenchTrainArguments {
   ConfigArguments config;
   int64_t steps = 10;
@@ -81,9 +85,10 @@ struct TextArguments {
   std::string text;
 };
 
-using Arguments = std::variant<TextArguments, TrainArguments, ExplainArguments, EvalArguments, ScoreArguments,
-                               GenerateArguments, TokenizeArguments, InspectArguments, MergeArguments,
-                               ImportHfArguments, PlanArguments, BenchTrainArguments, BenchKernelsArguments>;
+using Arguments =
+    std::variant<TextArguments, TrainArguments, ExplainArguments, EvalArguments, ScoreArguments, GenerateArguments,
+                 TokenizeArguments, InspectArguments, MergeArguments, ImportHfArguments, ExportHfArguments,
+                 PlanArguments, BenchTrainArguments, BenchKernelsArguments>;
 
 // Throws a UserError of one line on arguments that make no sense.
 Arguments parse_arguments(int argc, const char* const* argv);

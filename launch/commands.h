@@ -20,6 +20,7 @@ int run_command(const InspectArguments& arguments, Console& console);
 int run_command(const MergeArguments& arguments, Console& console);
 int run_command(const ImportHfArguments& arguments, Console& console);
 int run_command(const PlanArguments& arguments, Console& console);
+int run_command(const ExportHfArguments& arguments, Console& console);
 int run_command(const BenchTrainArguments& arguments, Ranks& ranks, Console& console);
 int run_command(const BenchKernelsArguments& arguments, Console& console);
 

@@ -1,4 +1,4 @@
-// Commands that use a trained model: eval, score, generate, inspect, import.
+// Commands that use a trained model: eval, score, generate, inspect, import, export.
 #include <cstdio>
 #include <functional>
 #include <optional>
@@ -13,6 +13,7 @@
 #include "trainer/checkpoint_inspect.h"
 #include "trainer/checkpoint_merge.h"
 #include "trainer/evaluation.h"
+#include "trainer/export_hf.h"
 #include "trainer/generation.h"
 #include "trainer/import_hf.h"
 #include "trainer/json_object.h"
@@ -166,8 +167,21 @@ int run_command(const MergeArguments& arguments, Console& console) {
 }
 
 int run_command(const ImportHfArguments& arguments, Console& console) {
-  import_hf(arguments.directory, arguments.out, git_hash());
+  ProgressBar progress(console, "import", 0, "", ProgressBar::Unit::kBytes);
+  const std::vector<std::string> notices =
+      import_hf(arguments.directory, arguments.out, git_hash(), [&](int64_t bytes) { progress.add(bytes); });
+  for (const std::string& notice : notices) console.info(notice);
   console.info("imported " + arguments.directory + " as " + arguments.out);
+  return kExitSuccess;
+}
+
+int run_command(const ExportHfArguments& arguments, Console& console) {
+  ProgressBar progress(console, "export", 0, "", ProgressBar::Unit::kBytes);
+  const std::vector<std::string> notices =
+      export_hf(arguments.checkpoint, arguments.out, {.drop_unknown = arguments.drop_unknown},
+                [&](int64_t bytes) { progress.add(bytes); });
+  for (const std::string& notice : notices) console.info(notice);
+  console.info("exported " + arguments.checkpoint + " as " + arguments.out);
   return kExitSuccess;
 }
 

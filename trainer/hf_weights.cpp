@@ -1,8 +1,8 @@
 #include "trainer/hf_weights.h"
 
 #include <algorithm>
+#include <charconv>
 #include <set>
-#include <vector>
 
 #include "kernels/check.h"
 #include "kernels/device.h"
@@ -25,50 +25,99 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
-template <class T>
-void store(const std::vector<float>& values, const Tensor& out) {
-  std::copy(values.begin(), values.end(), out.data<T>());
+// Whether a tensor of this name would change what the model computes.
+bool is_inside(const std::string& name, const ModelConfig& config) {
+  constexpr std::string_view kLayers = "model.layers.";
+  if (name.ends_with("rotary_emb.inv_freq")) return false;  // older files store what the config says
+  if (name.starts_with("lm_head.")) return !config.tie_embeddings;
+  if (!name.starts_with(kLayers)) return name.starts_with("model.");
+  int64_t layer = 0;
+  const char* begin = name.data() + kLayers.size();
+  const auto [end, error] = std::from_chars(begin, name.data() + name.size(), layer);
+  return error != std::errc() || layer < config.num_layers;  // later ones are next-token heads
 }
 
 }  // namespace
 
-void gather_hf_rows(const SafeTensor& tensor, const HfPlace& place, std::span<float> out, const std::string& where) {
+void read_hf_elements(const SafeTensor& tensor, const HfPlace& place, int64_t first, std::span<float> out,
+                      const std::string& where) {
   const int64_t row_size = place.shape.numel() / std::max<int64_t>(1, place.shape[0]);
+  int64_t begin = 0;  // of a range, in elements of the parameter
   size_t filled = 0;
   for (const RowRange& range : place.rows) {
-    const auto count = static_cast<size_t>(range.count * row_size);
-    CHECK(filled + count <= out.size(), where);
-    read_as_f32(tensor, range.start * row_size, out.subspan(filled, count), where);
-    filled += count;
+    const int64_t end = begin + range.count * row_size, at = first + static_cast<int64_t>(filled);
+    if (filled < out.size() && at >= begin && at < end) {
+      const auto count = std::min(out.size() - filled, static_cast<size_t>(end - at));
+      read_as_f32(tensor, range.start * row_size + at - begin, out.subspan(filled, count), where);
+      filled += count;
+    }
+    begin = end;
   }
-  CHECK(filled == out.size(), where, ": ", filled, " of ", out.size(), " elements have a place");
+  CHECK(filled == out.size(), where, ": ", filled, " of ", out.size(), " elements from ", first, " have a place");
 }
 
-void load_hf_weights(const SafetensorsFolder& folder, const HfModel& model, ParameterRegistry& registry) {
+HfWeights::HfWeights(const SafetensorsFolder& folder, const HfModel& model, const ParameterRegistry& registry)
+    : folder_(folder) {
   std::set<std::string> used;
-  for (Parameter& parameter : registry.parameters()) {
-    const HfPlace place = hf_place(model, parameter.spec);
-    const auto name = std::find_if(place.names.begin(), place.names.end(),
-                                   [&](const std::string& candidate) { return folder.find(candidate) != nullptr; });
-    if (name == place.names.end())
-      throw_user_error(folder.directory(), ": tensor '", place.names[0], "' ", place.shape.str(), " is missing");
-    const SafeTensor& tensor = *folder.find(*name);
-    const std::string where = folder.directory() + ": tensor '" + *name + "'";
-    if (!fits(tensor, place))
-      throw_user_error(where, " is ", shape_text(tensor.shape), ", the config needs ", place.shape.str());
-    std::vector<float> values(static_cast<size_t>(parameter.value.numel()));
-    gather_hf_rows(tensor, place, values, where);
-    const HostCopy there(parameter.value);
-    if (parameter.value.dtype() == DType::kF64) {
-      store<double>(values, there.tensor());
-    } else {
-      store<float>(values, there.tensor());
-    }
-    there.store();
+  for (const Parameter& parameter : registry.parameters()) {
+    Source source{.place = hf_place(model, parameter.spec)};
+    const std::vector<std::string>& names = source.place.names;
+    const auto name = std::find_if(names.begin(), names.end(),
+                                   [&](const auto& candidate) { return folder.find(candidate) != nullptr; });
+    if (name == names.end())
+      throw_user_error(folder.directory(), ": tensor '", names[0], "' ", source.place.shape.str(), " is missing");
+    source.tensor = folder.find(*name);
+    source.where = folder.directory() + ": tensor '" + *name + "'";
+    if (!fits(*source.tensor, source.place))
+      throw_user_error(source.where, " is ", shape_text(source.tensor->shape), ", the config needs ",
+                       source.place.shape.str());
     used.insert(*name);
+    sources_.emplace(parameter.spec.name, std::move(source));
   }
-  for (const std::string& name : folder.names())
-    if (!used.count(name)) throw_user_error(folder.directory(), ": tensor '", name, "' has no place in this model");
+  for (const std::string& name : folder.names()) {
+    if (used.count(name)) continue;
+    if (is_inside(name, model.config))
+      throw_user_error(folder.directory(), ": tensor '", name, "' has no place in this model");
+    unknown_.push_back(name);
+  }
+}
+
+const HfWeights::Source& HfWeights::source_of(const std::string& parameter) const {
+  const auto found = sources_.find(parameter);
+  CHECK(found != sources_.end(), "parameter ", parameter, " was not looked for");
+  return found->second;
+}
+
+void HfWeights::read(const std::string& parameter, int64_t first, std::span<float> out) const {
+  const Source& source = source_of(parameter);
+  read_hf_elements(*source.tensor, source.place, first, out, source.where);
+  folder_.release(source.tensor->bytes);
+}
+
+void HfWeights::read(const CheckpointBlock& block) const {
+  constexpr std::string_view kPart = "model/";
+  CHECK(block.name.starts_with(kPart), "block ", block.name, " holds no weights");
+  const Source& source = source_of(block.name.substr(kPart.size()));
+  // A row of the block is a part of a row of the parameter; only dimensions 0 and 1 are ever cut.
+  const HostCopy there(block.tensor);
+  const Tensor& out = there.tensor();
+  if (out.numel() == 0) return;
+  int64_t row_size = 1, column_size = 1;
+  for (int i = 1; i < block.global_shape.num_dims(); ++i) row_size *= block.global_shape[i];
+  for (int i = 2; i < block.global_shape.num_dims(); ++i) column_size *= block.global_shape[i];
+  const int64_t column = out.num_dims() > 1 ? block.start[1] * column_size : 0;
+  std::vector<float> values(static_cast<size_t>(out.row_size()));
+  for (int64_t row = 0; row < out.dim(0); ++row) {
+    read_hf_elements(*source.tensor, source.place, (block.start[0] + row) * row_size + column, values, source.where);
+    const Tensor to = out.rows(row, 1);
+    if (out.dtype() == DType::kF64) {
+      std::copy(values.begin(), values.end(), to.data<double>());
+    } else {
+      std::copy(values.begin(), values.end(), to.data<float>());
+    }
+  }
+  there.store();
+  folder_.release(source.tensor->bytes);
 }
 
 }  // namespace palimpsest

@@ -52,4 +52,24 @@ JsonObject& JsonObject::add(std::string_view key, const std::vector<JsonObject>&
   return add_value(key, fmt::format("[{}]", list));
 }
 
+JsonObject& JsonObject::add_flag(std::string_view key, bool value) {
+  return add_value(key, value ? "true" : "false");
+}
+
+JsonObject& JsonObject::add_null(std::string_view key) {
+  return add_value(key, "null");
+}
+
+JsonObject& JsonObject::add_list(std::string_view key, const std::vector<std::string>& values) {
+  std::string list;
+  for (const std::string& value : values) list += fmt::format("{}{}", list.empty() ? "" : ",", quoted(value));
+  return add_value(key, fmt::format("[{}]", list));
+}
+
+JsonObject& JsonObject::add_list(std::string_view key, const std::vector<int64_t>& values) {
+  std::string list;
+  for (const int64_t value : values) list += fmt::format("{}{}", list.empty() ? "" : ",", value);
+  return add_value(key, fmt::format("[{}]", list));
+}
+
 }  // namespace palimpsest

@@ -1,4 +1,4 @@
-// A JSON object for the reports of commands: {"tokens":366,"perplexity":12.5}.
+// A JSON object, for the reports of commands and for configs of public models: {"tokens":366,"perplexity":12.5}.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,10 @@ class JsonObject {
   JsonObject& add(std::string_view key, std::string_view text);
   JsonObject& add(std::string_view key, const JsonObject& object);
   JsonObject& add(std::string_view key, const std::vector<JsonObject>& objects);
+  JsonObject& add_flag(std::string_view key, bool value);
+  JsonObject& add_null(std::string_view key);
+  JsonObject& add_list(std::string_view key, const std::vector<std::string>& values);
+  JsonObject& add_list(std::string_view key, const std::vector<int64_t>& values);
   std::string text() const { return "{" + members_ + "}"; }
 
  private:

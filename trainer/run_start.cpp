@@ -6,6 +6,8 @@
 #include "parallel/agreement.h"
 #include "trainer/checkpoint_folder.h"
 #include "trainer/checkpoint_reader.h"
+#include "trainer/hf_folder.h"
+#include "trainer/import_hf.h"
 #include "trainer/run_setup.h"
 
 namespace palimpsest {
@@ -16,11 +18,11 @@ Config saved_config(const CheckpointReader& checkpoint) {
   return parse_config(checkpoint.manifest().header.config, checkpoint.folder());
 }
 
-// "model.kda.num_heads (4 there, 8 here), ..."; empty when the models are equal.
+// "model.kda.num_heads (4 there, 8 here), ..."; empty when the models compute the same.
 std::string model_differences(const Config& saved, const Config& config) {
   std::string text;
   for (const ConfigDifference& difference : differences(saved, config))
-    if (difference.key.starts_with("model."))
+    if (decides_computation(difference.key))
       text += (text.empty() ? "" : ", ") + difference.key + " (" + difference.before + " there, " + difference.after +
               " here)";
   return text;
@@ -117,8 +119,29 @@ void use_other_weights(const Config& config, Workbench& bench, Console& console)
   console.info("weights from " + *newest.path);
 }
 
+// Weights straight from a public model's folder.
+void use_hf_weights(const std::string& path, const Config& config, Workbench& bench, Console& console) {
+  const HfFolder folder(path);
+  const Config imported = config_of(folder.model, path);
+  if (const std::string other = model_differences(imported, config); !other.empty())
+    throw_user_error(path, " is another model: ", other, "; set these as they are there");
+  const HfWeights weights(folder.tensors, folder.model, bench.registry());
+  const std::vector<CheckpointBlock> blocks = wanted_blocks(bench.registry(), CheckpointContent::kWeights);
+  int64_t bytes = 0;
+  for (const CheckpointBlock& block : blocks) bytes += block.tensor.bytes();
+  ProgressBar progress(console, "load " + path, bytes, "", ProgressBar::Unit::kBytes);
+  for (const CheckpointBlock& block : blocks) {
+    weights.read(block);
+    progress.add(block.tensor.bytes());
+  }
+  console.info("weights from " + path);
+}
+
 RunStart start_new(const Config& config, Workbench& bench, Console& console) {
-  if (config.from) {
+  if (config.from && is_hf_folder(*config.from)) {
+    agree(bench.mesh().world(), [&] { use_hf_weights(*config.from, config, bench, console); });
+    complete_values(bench);
+  } else if (config.from) {
     use_other_weights(config, bench, console);
   } else {
     ProgressBar progress(console, "draw initial weights", bench.registry().num_elements(), "numbers");
@@ -154,6 +177,11 @@ RunStart start_run(const Config& config, Workbench& bench, Console& console) {
 
 void load_trained_weights(const Config& config, Workbench& bench, Console& console) {
   const std::string path = config.from.value_or(config.run.dir);
+  if (is_hf_folder(path)) {
+    agree(bench.mesh().world(), [&] { use_hf_weights(path, config, bench, console); });
+    complete_values(bench);
+    return;
+  }
   std::string tokenizer;
   const NewestCheckpoint newest = use_checkpoint(
       path,
@@ -170,6 +198,17 @@ void load_trained_weights(const Config& config, Workbench& bench, Console& conso
     console.warning("data.tokenizer is " + config.data.tokenizer + ", the model was trained with " + tokenizer);
   report_skipped(newest, console);
   console.info("weights from " + *newest.path);
+}
+
+void keep_public_files(const Config& config, const ParameterRegistry& registry) {
+  if (!config.from) return;
+  const std::string to = config.run.dir + "/" + kKeptFolder;
+  if (is_hf_folder(*config.from)) {
+    const HfFolder folder(*config.from);
+    keep_hf_files(folder, HfWeights(folder.tensors, folder.model, registry).unknown(), to);
+  } else if (const auto kept = find_kept_files(*config.from)) {
+    copy_kept_files(*kept, to);
+  }
 }
 
 }  // namespace palimpsest

@@ -26,4 +26,8 @@ RunStart start_run(const Config& config, Workbench& bench, Console& console);
 // when they are of another model.
 void load_trained_weights(const Config& config, Workbench& bench, Console& console);
 
+// For a new run from a public model, or from a run or checkpoint that goes back to one: what `export hf` needs of it
+// (trainer/hf_folder.h), into run.dir.
+void keep_public_files(const Config& config, const ParameterRegistry& registry);
+
 }  // namespace palimpsest

@@ -56,6 +56,7 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
     if (!is_first_rank_) return;
     create_directories(config_.run.dir);
     write_file_atomically(config_path(config_), to_yaml(config_));
+    if (state_.step == 0) keep_public_files(config_, bench.registry());
     metrics_log_.emplace(config_.run.dir + "/metrics.jsonl", state_.step);
     tensorboard_.emplace(config_.run.dir + "/tensorboard", state_.step);
   });
