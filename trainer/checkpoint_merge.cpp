@@ -6,8 +6,10 @@
 
 #include "data/file_ops.h"
 #include "kernels/check.h"
+#include "trainer/checkpoint_folder.h"
 #include "trainer/checkpoint_reader.h"
 #include "trainer/checkpoint_writer.h"
+#include "trainer/hf_folder.h"
 
 namespace palimpsest {
 
@@ -34,6 +36,9 @@ std::vector<std::string> merge_checkpoint(const std::string& in, const std::stri
             return std::span<const std::byte>(buffer);
           });
     }
+    // What export needs of a public model: before the manifest makes it a checkpoint.
+    const std::string folder = out.substr(0, out.find_last_not_of('/') + 1) + std::string(kPartialSuffix);
+    if (const auto kept = find_kept_files(in)) copy_kept_files(*kept, folder + "/" + kKeptFolder);
   });
 }
 

@@ -12,6 +12,7 @@
 #include "tests/support/tensors.h"
 #include "tests/support/tiny_run.h"
 #include "tests/support/training.h"
+#include "trainer/checkpoint_merge.h"
 #include "trainer/checkpoint_reader.h"
 #include "trainer/checkpoint_writer.h"
 #include "trainer/export_hf.h"
@@ -116,6 +117,14 @@ TEST(HfExport, KeepsTypesShardsOtherFilesAndTensorsWithoutAMeaning) {
     EXPECT_EQ(dropped.find("mtp.fc.weight"), nullptr);
     EXPECT_EQ(dropped.names().size() + 1, SafetensorsFolder(root / "published").names().size());
   }
+}
+
+TEST(HfExport, OfAMergedCheckpointIsThatOfTheCheckpoint) {
+  const TempDirectory root;
+  import_hf(golden("llama_gqa"), root / "checkpoint", "test");
+  merge_checkpoint(root / "checkpoint", root / "merged");
+  export_hf(root / "merged", root / "out", {});
+  EXPECT_EQ(read_file((root / "out") + "/model.safetensors"), read_file(golden("llama_gqa") + "/model.safetensors"));
 }
 
 TEST(HfExport, OfATrainedModelHasItsWeightsAndItsFiles) {
