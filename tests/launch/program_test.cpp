@@ -42,9 +42,20 @@ void expect_user_error(const std::vector<std::string>& arguments, const std::vec
 // ---- the command line -----------------------------------------------------------------------------------------------
 
 TEST(Program, HelpOfEverySubcommandIsCompleteWithExitCodes) {
-  const std::vector<std::vector<std::string>> commands = {
-      {},          {"train"},  {"eval"},         {"score"}, {"generate"},       {"tokenize"},
-      {"inspect"}, {"import"}, {"import", "hf"}, {"bench"}, {"bench", "train"}, {"bench", "kernels"}};
+  const std::vector<std::vector<std::string>> commands = {{},
+                                                          {"train"},
+                                                          {"eval"},
+                                                          {"score"},
+                                                          {"generate"},
+                                                          {"tokenize"},
+                                                          {"inspect"},
+                                                          {"import"},
+                                                          {"import", "hf"},
+                                                          {"export"},
+                                                          {"export", "hf"},
+                                                          {"bench"},
+                                                          {"bench", "train"},
+                                                          {"bench", "kernels"}};
   for (std::vector<std::string> command : commands) {
     std::string name = "palimpsest";
     for (const std::string& word : command) name += " " + word;
@@ -405,6 +416,15 @@ TEST(Program, ImportedModelIsEvaluated) {
                       "data.eval=" + (root / "shards"), "--json", root / "eval.json"});
   EXPECT_EQ(result.exit_code, 0) << result.err;
   EXPECT_EQ(nlohmann::json::parse(read_file(root / "eval.json")).at("tokens"), 108);
+  // And straight from the public folder; and back out.
+  const ProgramResult straight =
+      run_palimpsest({"eval", root / "imported/config.yaml", "from=" + source, "data.tokenizer=none.model",
+                      "data.eval=" + (root / "shards"), "--json", root / "straight.json"});
+  EXPECT_EQ(straight.exit_code, 0) << straight.err;
+  EXPECT_EQ(read_file(root / "straight.json"), read_file(root / "eval.json"));
+  ASSERT_EQ(run_palimpsest({"export", "hf", root / "imported", root / "out"}).exit_code, 0);
+  EXPECT_EQ(read_file(root / "out/model.safetensors"), read_file(source + "/model.safetensors"));
+  expect_user_error({"export", "hf", root / "imported", root / "out"}, {"already exists"});
 }
 
 }  // namespace
