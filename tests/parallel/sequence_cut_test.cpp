@@ -120,7 +120,9 @@ TEST(SequenceCut, EveryRanksPartAgreesWithAWalkOverTheTokens) {
     }
     ASSERT_EQ(static_cast<int64_t>(places.size()), rows * T);
     for (int64_t rank = 0; rank < ranks; ++rank) {
-      const auto [documents, crossings] = cut.part_of(rank, whole);
+      const SequenceCut::Part part = cut.part_of(rank, whole);
+      const Documents& documents = part.documents;
+      const Crossings& crossings = part.crossings;
       const Ids tokens = cut.tokens_of(rank);
       ASSERT_EQ(documents.num_tokens(), static_cast<int64_t>(tokens.size()));
       size_t num_entering = 0, num_leaving = 0;
