@@ -138,7 +138,9 @@ Plan plan_layouts(const Config& config, const PlanRequest& request, Console& con
   for (size_t i = 0; i < all.size(); ++i) {
     if (!outcomes[i].planned) {
       std::string& layouts = refused[outcomes[i].refused];
-      if (all[i].zero == 1) layouts += (layouts.empty() ? "" : ", ") + name_of(all[i].mesh);
+      if (all[i].zero != 1) continue;
+      if (!layouts.empty()) layouts += ", ";
+      layouts += name_of(all[i].mesh);
       continue;
     }
     const PlannedLayout& planned = *outcomes[i].planned;
