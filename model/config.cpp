@@ -171,11 +171,7 @@ void validate(const ModelConfig& config) {
   if (uses("retnet")) validate_retnet(config.retnet);
   if (uses("mla")) validate_mla(config.mla);
   if (uses("attention")) validate_attention(config.attention);
-  // Unknown kinds are refused by the factory, which knows the list.
-  for (const std::string& kind : config.layers) {
-    ParameterRegistry rehearsal;
-    make_mixer(kind, config, "", rehearsal);
-  }
+  for (const std::string& kind : config.layers) check_mixer_kind(kind);
 }
 
 }  // namespace palimpsest

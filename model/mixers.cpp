@@ -28,21 +28,24 @@ constexpr MixerKind kMixers[] = {
     {"mla", make<Mla>}, {"attention", make<Attention>},
 };
 
+const MixerKind& mixer_named(const std::string& kind) {
+  std::string known;
+  for (const MixerKind& mixer : kMixers) {
+    if (kind == mixer.name) return mixer;
+    known.append(known.empty() ? "" : ", ").append(mixer.name);
+  }
+  throw_user_error("model.layers: '", kind, "' is no token mixer; known are ", known);
+}
+
 }  // namespace
 
-std::vector<std::string> mixer_kinds() {
-  std::vector<std::string> names;
-  for (const MixerKind& mixer : kMixers) names.emplace_back(mixer.name);
-  return names;
+void check_mixer_kind(const std::string& kind) {
+  mixer_named(kind);
 }
 
 std::unique_ptr<TokenMixer> make_mixer(const std::string& kind, const ModelConfig& config, const std::string& prefix,
                                        ParameterRegistry& registry) {
-  for (const MixerKind& mixer : kMixers)
-    if (kind == mixer.name) return mixer.make(config, prefix, registry);
-  std::string known;
-  for (const std::string& name : mixer_kinds()) known += (known.empty() ? "" : ", ") + name;
-  throw_user_error("model.layers: '", kind, "' is no token mixer; known are ", known);
+  return mixer_named(kind).make(config, prefix, registry);
 }
 
 }  // namespace palimpsest

@@ -3,7 +3,6 @@
 
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "model/config.h"
 #include "model/layer.h"
@@ -11,10 +10,10 @@
 
 namespace palimpsest {
 
-// Names that `model.layers` may hold.
-std::vector<std::string> mixer_kinds();
+// Throws a UserError that lists the kinds unless `kind` is one of them.
+void check_mixer_kind(const std::string& kind);
 
-// The mixer `kind` of the block with this name prefix ("model.layers.3."). Throws a UserError on an unknown kind.
+// The mixer `kind` of the block with this name prefix ("model.layers.3."). Throws as check_mixer_kind does.
 std::unique_ptr<TokenMixer> make_mixer(const std::string& kind, const ModelConfig& config, const std::string& prefix,
                                        ParameterRegistry& registry);
 
