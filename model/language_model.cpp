@@ -67,7 +67,9 @@ ModelInput on_device(Context& context, const ModelInput& input) {
   };
   return {.tokens = place(input.tokens),
           .targets = place(input.targets),
-          .sequence = {.documents = input.sequence.documents, .positions = place(input.sequence.positions)}};
+          .sequence = {.documents = input.sequence.documents,
+                       .positions = place(input.sequence.positions),
+                       .crossings = input.sequence.crossings}};
 }
 
 }  // namespace
