@@ -244,23 +244,22 @@ std::string hash_text(const Config& config) {
 
 namespace {
 
-// model.layers spelled out over the depth: one period and many are the same model.
-Config with_every_layer(Config config) {
-  if (config.model.layers.empty()) return config;
-  std::vector<std::string> layers;
-  for (int64_t i = 0; i < config.model.num_layers; ++i) layers.push_back(config.model.layer_kind(i));
-  config.model.layers = std::move(layers);
-  return config;
+// One period of model.layers and many are the same model.
+bool have_same_layers(const ModelConfig& a, const ModelConfig& b) {
+  bool same = a.num_layers == b.num_layers && !a.layers.empty() && !b.layers.empty();
+  for (int64_t i = 0; same && i < a.num_layers; ++i) same = a.layer_kind(i) == b.layer_kind(i);
+  return same;
 }
 
 }  // namespace
 
 std::vector<ConfigDifference> differences(const Config& before, const Config& after) {
-  const std::vector<ConfigField> old_fields = list_fields(with_every_layer(before));
-  const std::vector<ConfigField> new_fields = list_fields(with_every_layer(after));
+  const std::vector<ConfigField> old_fields = list_fields(before);
+  const std::vector<ConfigField> new_fields = list_fields(after);
   std::vector<ConfigDifference> result;
   for (size_t i = 0; i < old_fields.size(); ++i) {
     if (old_fields[i].value == new_fields[i].value) continue;
+    if (old_fields[i].key == "model.layers" && have_same_layers(before.model, after.model)) continue;
     result.push_back({old_fields[i].key, old_fields[i].value, new_fields[i].value});
   }
   return result;

@@ -151,8 +151,9 @@ std::vector<PublicFile> kept_files(const std::string& kept) {
   for (const std::string& name : list_directory(kept)) {
     if (!name.ends_with(kHeaderSuffix)) continue;
     PublicFile file{.name = name.substr(0, name.size() - std::string(kHeaderSuffix).size())};
-    file.header = read_whole_file(kept + "/" + name);
-    file.entries = list_safetensors_header(std::as_bytes(std::span(file.header)), kept + "/" + name);
+    const std::string path = fmt::format("{}/{}", kept, name);
+    file.header = read_whole_file(path);
+    file.entries = list_safetensors_header(std::as_bytes(std::span(file.header)), path);
     files.push_back(std::move(file));
   }
   return files;
@@ -242,7 +243,7 @@ void write_folder(CheckpointReader& checkpoint, const std::string& out, const Ex
     if (file.header.empty()) file.header = make_safetensors_header(file.entries, {{"format", "pt"}});
     int64_t bytes = 0;
     for (const SafeEntry& entry : file.entries) bytes += entry.bytes;
-    SafetensorsWriter writer(out + "/" + file.name, file.header, bytes);
+    SafetensorsWriter writer(fmt::format("{}/{}", out, file.name), file.header, bytes);
     for (const SafeEntry& entry : file.entries) source.write(entry, writer);
     writer.finish();
   }
@@ -253,10 +254,9 @@ void write_folder(CheckpointReader& checkpoint, const std::string& out, const Ex
   }
   for (const std::string& name : list_directory(*kept)) {
     if (name.ends_with(kHeaderSuffix) || name == kUnknownTensors) continue;
-    if (name == kIndex && dropped)
-      write_file_atomically(out + "/" + name, index_json(files));
-    else
-      write_file_atomically(out + "/" + name, read_whole_file(*kept + "/" + name));
+    const std::string content =
+        name == kIndex && dropped ? index_json(files) : read_whole_file(fmt::format("{}/{}", *kept, name));
+    write_file_atomically(fmt::format("{}/{}", out, name), content);
   }
 }
 

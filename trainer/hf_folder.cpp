@@ -1,5 +1,7 @@
 #include "trainer/hf_folder.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <filesystem>
@@ -79,15 +81,16 @@ void keep_hf_files(const HfFolder& from, const std::vector<std::string>& unknown
   create_directories(to);
   copy_file(directory + "/config.json", to + "/config.json");
   for (const SafetensorsFile& file : from.tensors.files()) {
-    OutputFile header(to + "/" + file_name(file.path()) + kHeaderSuffix, OutputFile::Mode::kReplace);
+    OutputFile header(fmt::format("{}/{}{}", to, file_name(file.path()), kHeaderSuffix), OutputFile::Mode::kReplace);
     header.write(file.header());
     header.sync();
     header.close();
   }
   if (!unknown.empty()) write_unknown(from, unknown, to + "/" + kUnknownTensors);
-  for (const std::string& name : list_directory(directory))
-    if (is_kept_as_it_is(name) && !is_directory(directory + "/" + name))
-      copy_file(directory + "/" + name, to + "/" + name);
+  for (const std::string& name : list_directory(directory)) {
+    const std::string path = fmt::format("{}/{}", directory, name);
+    if (is_kept_as_it_is(name) && !is_directory(path)) copy_file(path, fmt::format("{}/{}", to, name));
+  }
   sync_directory(to);
 }
 
@@ -95,7 +98,8 @@ void copy_kept_files(const std::string& from, const std::string& to) {
   const std::string partial = to + ".partial";
   try_remove(partial);
   create_directories(partial);
-  for (const std::string& name : list_directory(from)) copy_file(from + "/" + name, partial + "/" + name);
+  for (const std::string& name : list_directory(from))
+    copy_file(fmt::format("{}/{}", from, name), fmt::format("{}/{}", partial, name));
   sync_directory(partial);
   if (path_exists(to)) remove_tree(to);
   rename_path(partial, to);
