@@ -152,7 +152,7 @@ Plan plan_layouts(const Config& config, const PlanRequest& request, Console& con
       plan.layouts.push_back(planned);
     }
   }
-  for (const auto& [reason, layouts] : refused) plan.refused.push_back(layouts + ": " + reason);
+  for (const auto& [reason, layouts] : refused) plan.refused.push_back(fmt::format("{}: {}", layouts, reason));
   std::sort(plan.layouts.begin(), plan.layouts.end(), [](const PlannedLayout& a, const PlannedLayout& b) {
     const auto key = [](const PlannedLayout& layout) {
       return std::tuple(layout.cost, layout.regions.total(), layout.mesh.tensor, layout.mesh.sequence, layout.zero);
