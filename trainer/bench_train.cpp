@@ -152,7 +152,6 @@ TrainBench bench_train(const Config& config, const Mesh& mesh, int64_t steps, Co
 }
 
 std::string to_text(const TrainBench& bench) {
-  const auto mib = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
   std::string text = fmt::format(
       "{:.1f} ms a step (forward and backward {:.1f}, optimizer {:.1f}), {:.0f} tokens/s, median of {} steps on {} "
       "ranks of {} threads\n"
@@ -160,7 +159,7 @@ std::string to_text(const TrainBench& bench) {
       "memory: predicted {:.1f} MiB, peak grew by {:.1f} MiB ({:+.1f} %)\n",
       bench.step_ms, bench.forward_backward_ms, bench.optimizer_ms, bench.tokens_per_second, bench.steps, bench.ranks,
       bench.threads, bench.flops_per_step / 1e9, bench.flops_per_second / 1e9, bench.reference_flops_per_second / 1e9,
-      100 * bench.mfu, mib(bench.predicted_bytes), mib(bench.measured_bytes),
+      100 * bench.mfu, in_mib(bench.predicted_bytes), in_mib(bench.measured_bytes),
       100.0 * static_cast<double>(bench.measured_bytes - bench.predicted_bytes) /
           static_cast<double>(bench.predicted_bytes));
   if (bench.ranks > 1) text += "bytes that the first rank sends in a step\n" + to_text(bench.sent);

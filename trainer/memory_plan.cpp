@@ -34,6 +34,30 @@ ModelInput rehearsal_input(Arena& arena, const Mesh& mesh, int64_t num_rows, int
   return input;
 }
 
+// A model's registry bound to planning arenas, and what it takes to run the model on them.
+class Rehearsal {
+ public:
+  Rehearsal(ParameterRegistry& registry, ParameterUse use, Device device, DType dtype, const Mesh& mesh)
+      : regions_(Regions::planning(device)),
+        stream_(device, regions_.scratch),
+        values_(registry),
+        context_{
+            .stream = stream_, .activations = regions_.activations, .dtype = dtype, .mesh = mesh, .hooks = &values_} {
+    registry.bind(parameter_dtype(dtype), use, regions_.parameters, regions_.gradients, regions_.optimizer);
+  }
+  Rehearsal(const Rehearsal&) = delete;
+  Rehearsal& operator=(const Rehearsal&) = delete;
+
+  Regions& regions() { return regions_; }
+  const Context& context() const { return context_; }
+
+ private:
+  Regions regions_;
+  Stream stream_;
+  WholeValues values_;
+  Context context_;
+};
+
 void rehearse_evaluation_batch(const LanguageModel& model, Context context, Arena& inputs, const BatchLimits& limits,
                                int64_t document_length) {
   if (limits.eval_rows == 0) return;
@@ -50,10 +74,6 @@ void rehearse_evaluation_batch(const LanguageModel& model, Context context, Aren
   const Tensor own = context.activations.allocate(dtype, {input.tokens.dim(0)});
   model.forward_loss(context, input, own);
   gather_token_values(context, token_loss, own, cut_rows(mesh, limits.eval_rows, limits.row_length));
-}
-
-std::string in_mib(int64_t bytes) {
-  return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20));
 }
 
 // The number behind "VmHWM:" and its like, in bytes.
@@ -99,51 +119,33 @@ RegionBytes Regions::peaks() const {
 
 RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
                               const BatchLimits& limits, const TrainStepOptions& options, const Mesh& mesh) {
-  Regions regions = Regions::planning(device);
-  registry.bind(parameter_dtype(dtype), ParameterUse::kTraining, regions.parameters, regions.gradients,
-                regions.optimizer);
-  Stream stream(device, regions.scratch);
-  WholeValues values(registry);
-  const Context context{
-      .stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh, .hooks = &values};
-  TrainStep step(model, registry, context, regions.optimizer, options);
+  Rehearsal rehearsal(registry, ParameterUse::kTraining, device, dtype, mesh);
+  TrainStep step(model, registry, rehearsal.context(), rehearsal.regions().optimizer, options);
   for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
     Arena inputs = Arena::planning("inputs", Device::kCpu);
     step.begin(1);
     step.accumulate(rehearsal_input(inputs, mesh, limits.train_rows, limits.row_length, document_length),
                     MicroBatch::kLast);
     step.finish(0.0);
-    rehearse_evaluation_batch(model, context, inputs, limits, document_length);
+    rehearse_evaluation_batch(model, rehearsal.context(), inputs, limits, document_length);
   }
-  return regions.peaks();
+  return rehearsal.regions().peaks();
 }
 
 RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
                                 const BatchLimits& limits, const Mesh& mesh) {
-  Regions regions = Regions::planning(device);
-  registry.bind(parameter_dtype(dtype), ParameterUse::kInference, regions.parameters, regions.gradients,
-                regions.optimizer);
-  Stream stream(device, regions.scratch);
-  WholeValues values(registry);
-  const Context context{
-      .stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh, .hooks = &values};
+  Rehearsal rehearsal(registry, ParameterUse::kInference, device, dtype, mesh);
   for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
     Arena inputs = Arena::planning("inputs", Device::kCpu);
-    rehearse_evaluation_batch(model, context, inputs, limits, document_length);
+    rehearse_evaluation_batch(model, rehearsal.context(), inputs, limits, document_length);
   }
-  return regions.peaks();
+  return rehearsal.regions().peaks();
 }
 
 SentBytes rehearse_step_bytes(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
                               const StepRows& rows, const TrainStepOptions& options, const Mesh& mesh) {
-  Regions regions = Regions::planning(device);
-  registry.bind(parameter_dtype(dtype), ParameterUse::kTraining, regions.parameters, regions.gradients,
-                regions.optimizer);
-  Stream stream(device, regions.scratch);
-  WholeValues values(registry);
-  const Context context{
-      .stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh, .hooks = &values};
-  TrainStep step(model, registry, context, regions.optimizer, options);
+  Rehearsal rehearsal(registry, ParameterUse::kTraining, device, dtype, mesh);
+  TrainStep step(model, registry, rehearsal.context(), rehearsal.regions().optimizer, options);
   SentBytes sum;
   const auto count = [&](int64_t times, auto&& body) {
     const SentBytes before = mesh.bytes_sent();
@@ -191,8 +193,13 @@ std::string to_text(const MemoryPlan& plan) {
   items.insert(items.end(), plan.others.begin(), plan.others.end());
   items.push_back({"total", plan.total()});
   std::string text;
-  for (const MemoryItem& item : items) text += fmt::format("  {:<22} {:>12}\n", item.name, in_mib(item.bytes));
+  for (const MemoryItem& item : items)
+    text += fmt::format("  {:<22} {:>12}\n", item.name, fmt::format("{:.1f} MiB", in_mib(item.bytes)));
   return text;
+}
+
+double in_mib(int64_t bytes) {
+  return static_cast<double>(bytes) / (1 << 20);
 }
 
 int64_t peak_resident_bytes() {

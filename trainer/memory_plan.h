@@ -75,6 +75,7 @@ struct MemoryPlan {
 };
 // A line for each region and item, and the total.
 std::string to_text(const MemoryPlan& plan);
+double in_mib(int64_t bytes);
 
 // This process so far, from the system; 0 where it does not say.
 int64_t peak_resident_bytes();     // the most it ever held in memory (VmHWM)

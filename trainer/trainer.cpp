@@ -244,10 +244,9 @@ double Trainer::mfu(double tokens_per_second) {
 }
 
 void Trainer::report_memory() const {
-  const auto mib = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
   console_.info(fmt::format("memory: {:.1f} MiB predicted, the process's peak grew by {:.1f} MiB",
-                            mib(setup_.plan().total()),
-                            mib(memory_in_use(setup_.bench().device()) - resident_before_)));
+                            in_mib(setup_.plan().total()),
+                            in_mib(memory_in_use(setup_.bench().device()) - resident_before_)));
 }
 
 void train(const Config& config, const Mesh& mesh, const std::string& program, Console& console) {
