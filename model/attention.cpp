@@ -49,16 +49,8 @@ Attention::Attention(const ModelConfig& config, const std::string& prefix, Param
   if (output_gate_) projections.push_back({.name = p + "g_proj.weight", .shape = {H * d, D}, .units = H});
   in_proj_ = &registry.declare_stack(std::move(projections));
   if (config.attention.qk_norm) {
-    const auto norm = [&](const char* name) {
-      return ParameterSpec{.name = p + name,
-                           .shape = {d},
-                           .init = config.norm == NormWeight::kOneCentred ? Init::kZeros : Init::kOnes,
-                           .decay = WeightDecay::kNo,
-                           .split = TensorSplit::kPartialOverHeads,
-                           .in_product = InProduct::kNo};
-    };
-    q_norm_ = &registry.declare(norm("q_norm.weight"));
-    k_norm_ = &registry.declare(norm("k_norm.weight"));
+    q_norm_ = &registry.declare(norm_weight(p + "q_norm.weight", d, TensorSplit::kPartialOverHeads, config.norm));
+    k_norm_ = &registry.declare(norm_weight(p + "k_norm.weight", d, TensorSplit::kPartialOverHeads, config.norm));
   }
   o_proj_ =
       &registry.declare({.name = p + "o_proj.weight", .shape = {D, H * d}, .split = TensorSplit::kColumns, .units = H});

@@ -30,6 +30,26 @@ struct DeltaDecodeState : DecodeState {
 
 }  // namespace
 
+ParameterStack& declare_convolutions(ParameterRegistry& registry, const std::string& prefix,
+                                     const DeltaMixerSizes& sizes, int64_t width) {
+  const auto taps = [&](const char* name, int64_t heads, int64_t size) {
+    return ParameterSpec{
+        .name = prefix + name, .shape = {heads * size, 1, width}, .in_product = InProduct::kNo, .units = heads};
+  };
+  return registry.declare_stack({taps("q_conv1d.weight", sizes.num_heads, sizes.key_size),
+                                 taps("k_conv1d.weight", sizes.num_heads, sizes.key_size),
+                                 taps("v_conv1d.weight", sizes.num_value_heads, sizes.value_size)});
+}
+
+ParameterSpec decay_parameter(std::string name, int64_t size, int64_t heads, Init init) {
+  return {.name = std::move(name),
+          .shape = {size},
+          .init = init,
+          .decay = WeightDecay::kNo,
+          .in_product = InProduct::kNo,
+          .units = heads};
+}
+
 Tensor DeltaMixer::conv_columns(const Tensor& proj) const {
   return proj.columns(0, parts_.conv_channels());
 }

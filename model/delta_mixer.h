@@ -6,6 +6,8 @@
 //   logits o = delta rule (kernels/delta_rule.h)                      y = Wo ( w * n(o) * phi(z) )
 #pragma once
 
+#include <string>
+
 #include "kernels/delta_rule.h"
 #include "kernels/rms_norm.h"
 #include "model/layer.h"
@@ -33,6 +35,16 @@ struct DeltaMixerParts {
 
   int64_t conv_channels() const { return 2 * num_heads * key_size + num_value_heads * value_size; }
 };
+
+// What members of the family declare alike, with global sizes; `prefix` ends where the parameter's own name begins.
+struct DeltaMixerSizes {
+  int64_t num_heads, num_value_heads, key_size, value_size;
+};
+// <prefix>{q,k,v}_conv1d.weight, [heads * size, 1, width] each.
+ParameterStack& declare_convolutions(ParameterRegistry& registry, const std::string& prefix,
+                                     const DeltaMixerSizes& sizes, int64_t width);
+// A_log or dt_bias: `size` numbers of the decay, the same number for each of `heads` value heads.
+ParameterSpec decay_parameter(std::string name, int64_t size, int64_t heads, Init init);
 
 class DeltaMixer : public TokenMixer {
  public:

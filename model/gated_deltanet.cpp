@@ -35,30 +35,10 @@ std::unique_ptr<TokenMixer> make_gated_deltanet(const ModelConfig& config, const
                                            {.name = p + "a_proj.weight", .shape = {HV, D}, .units = HV},
                                            {.name = p + "z_proj.weight", .shape = {HV * V, D}, .units = HV},
                                            {.name = p + "b_proj.weight", .shape = {HV, D}, .units = HV}});
-  const auto taps = [&](const char* name, int64_t heads, int64_t size) {
-    return ParameterSpec{
-        .name = p + name, .shape = {heads * size, 1, gdn.conv_size}, .in_product = InProduct::kNo, .units = heads};
-  };
-  parts.conv = &registry.declare_stack(
-      {taps("q_conv1d.weight", H, K), taps("k_conv1d.weight", H, K), taps("v_conv1d.weight", HV, V)});
-  parts.A_log = &registry.declare({.name = p + "A_log",
-                                   .shape = {HV},
-                                   .init = Init::kLogUniform0To16,
-                                   .decay = WeightDecay::kNo,
-                                   .in_product = InProduct::kNo,
-                                   .units = HV});
-  parts.dt_bias = &registry.declare({.name = p + "dt_bias",
-                                     .shape = {HV},
-                                     .init = Init::kDtBias,
-                                     .decay = WeightDecay::kNo,
-                                     .in_product = InProduct::kNo,
-                                     .units = HV});
-  parts.o_norm = &registry.declare({.name = p + "norm.weight",
-                                    .shape = {V},
-                                    .init = Init::kOnes,
-                                    .decay = WeightDecay::kNo,
-                                    .split = TensorSplit::kPartialOverHeads,
-                                    .in_product = InProduct::kNo});
+  parts.conv = &declare_convolutions(registry, p, {H, HV, K, V}, gdn.conv_size);
+  parts.A_log = &registry.declare(decay_parameter(p + "A_log", HV, HV, Init::kLogUniform0To16));
+  parts.dt_bias = &registry.declare(decay_parameter(p + "dt_bias", HV, HV, Init::kDtBias));
+  parts.o_norm = &registry.declare(norm_weight(p + "norm.weight", V, TensorSplit::kPartialOverHeads));
   parts.o_proj = &registry.declare(
       {.name = p + "out_proj.weight", .shape = {D, HV * V}, .split = TensorSplit::kColumns, .units = HV});
   return std::make_unique<DeltaMixer>(parts);

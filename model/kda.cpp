@@ -46,33 +46,14 @@ std::unique_ptr<TokenMixer> make_kda(const ModelConfig& config, const std::strin
   projections.push_back({.name = p + "b_proj.weight", .shape = {HV, D}, .units = HV});
   parts.in_proj = &registry.declare_stack(std::move(projections));
 
-  const auto taps = [&](const char* name, int64_t heads, int64_t size) {
-    return ParameterSpec{
-        .name = p + name, .shape = {heads * size, 1, kda.conv_size}, .in_product = InProduct::kNo, .units = heads};
-  };
-  parts.conv = &registry.declare_stack(
-      {taps("q_conv1d.weight", H, K), taps("k_conv1d.weight", H, K), taps("v_conv1d.weight", HV, V)});
+  parts.conv = &declare_convolutions(registry, p, {H, HV, K, V}, kda.conv_size);
   parts.decay_b = &registry.declare({.name = p + "f_b_proj.weight", .shape = {HV * K, R}, .units = HV});
   if (!kda.full_rank_gate)
     parts.gate_b = &registry.declare({.name = p + "g_b_proj.weight", .shape = {HV * V, R}, .units = HV});
-  parts.A_log = &registry.declare({.name = p + "A_log",
-                                   .shape = {HV},
-                                   .init = kda.gate_lower_bound ? Init::kZeros : Init::kLogUniform1To16,
-                                   .decay = WeightDecay::kNo,
-                                   .in_product = InProduct::kNo,
-                                   .units = HV});
-  parts.dt_bias = &registry.declare({.name = p + "dt_bias",
-                                     .shape = {HV * K},
-                                     .init = Init::kDtBias,
-                                     .decay = WeightDecay::kNo,
-                                     .in_product = InProduct::kNo,
-                                     .units = HV});
-  parts.o_norm = &registry.declare({.name = p + "o_norm.weight",
-                                    .shape = {V},
-                                    .init = Init::kOnes,
-                                    .decay = WeightDecay::kNo,
-                                    .split = TensorSplit::kPartialOverHeads,
-                                    .in_product = InProduct::kNo});
+  parts.A_log = &registry.declare(
+      decay_parameter(p + "A_log", HV, HV, kda.gate_lower_bound ? Init::kZeros : Init::kLogUniform1To16));
+  parts.dt_bias = &registry.declare(decay_parameter(p + "dt_bias", HV * K, HV, Init::kDtBias));
+  parts.o_norm = &registry.declare(norm_weight(p + "o_norm.weight", V, TensorSplit::kPartialOverHeads));
   parts.o_proj = &registry.declare(
       {.name = p + "o_proj.weight", .shape = {D, HV * V}, .split = TensorSplit::kColumns, .units = HV});
   return std::make_unique<DeltaMixer>(parts);

@@ -49,12 +49,7 @@ constexpr int64_t kSlotOfEnds = 0, kSlotOfBlocks = 1, kNumBlockSlots = 2;
 constexpr int64_t kSlotOfTiedHead = kSlotOfBlocks + kNumBlockSlots;
 
 ParameterSpec block_norm(const ModelConfig& config, std::string name) {
-  return {.name = std::move(name),
-          .shape = {config.hidden_size},
-          .init = config.norm == NormWeight::kOneCentred ? Init::kZeros : Init::kOnes,
-          .decay = WeightDecay::kNo,
-          .split = TensorSplit::kPartialOverTokens,
-          .in_product = InProduct::kNo};
+  return norm_weight(std::move(name), config.hidden_size, TensorSplit::kPartialOverTokens, config.norm);
 }
 
 // The input where the stream runs: its tensors, or copies of them on the stack of activations.
@@ -65,11 +60,9 @@ ModelInput on_device(Context& context, const ModelInput& input) {
     transfer(context.stream, copy, tensor);
     return copy;
   };
-  return {.tokens = place(input.tokens),
-          .targets = place(input.targets),
-          .sequence = {.documents = input.sequence.documents,
-                       .positions = place(input.sequence.positions),
-                       .crossings = input.sequence.crossings}};
+  ModelInput placed = input;
+  for (Tensor* tensor : {&placed.tokens, &placed.targets, &placed.sequence.positions}) *tensor = place(*tensor);
+  return placed;
 }
 
 }  // namespace

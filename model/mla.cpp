@@ -49,14 +49,6 @@ Mla::Mla(const ModelConfig& config, const std::string& prefix, ParameterRegistry
       k_rope_(config.mla.rope, 0, rope_dim_, config.mla.rope_theta, config.mla.rope_scaling) {
   const int64_t D = config.hidden_size, H = config.mla.num_heads, dq = nope_dim_ + rope_dim_;
   const std::string p = prefix + "self_attn.";
-  const auto norm = [&](const char* name, int64_t size) {
-    return ParameterSpec{.name = p + name,
-                         .shape = {size},
-                         .init = Init::kOnes,
-                         .decay = WeightDecay::kNo,
-                         .split = TensorSplit::kPartialOverHeads,
-                         .in_product = InProduct::kNo};
-  };
   std::vector<ParameterSpec> projections;
   if (q_rank_ > 0) {
     projections.push_back(
@@ -69,10 +61,10 @@ Mla::Mla(const ModelConfig& config, const std::string& prefix, ParameterRegistry
                          .split = TensorSplit::kPartialOverHeads});
   in_proj_ = &registry.declare_stack(std::move(projections));
   if (q_rank_ > 0) {
-    q_a_norm_ = &registry.declare(norm("q_a_layernorm.weight", q_rank_));
+    q_a_norm_ = &registry.declare(norm_weight(p + "q_a_layernorm.weight", q_rank_, TensorSplit::kPartialOverHeads));
     q_b_ = &registry.declare({.name = p + "q_b_proj.weight", .shape = {H * dq, q_rank_}, .units = H});
   }
-  kv_a_norm_ = &registry.declare(norm("kv_a_layernorm.weight", kv_rank_));
+  kv_a_norm_ = &registry.declare(norm_weight(p + "kv_a_layernorm.weight", kv_rank_, TensorSplit::kPartialOverHeads));
   kv_b_ = &registry.declare(
       {.name = p + "kv_b_proj.weight", .shape = {H * (nope_dim_ + value_dim_), kv_rank_}, .units = H});
   o_proj_ = &registry.declare(

@@ -82,6 +82,15 @@ void fill_initial(const Parameter& parameter, const Tensor& tensor, int64_t firs
 
 }  // namespace
 
+ParameterSpec norm_weight(std::string name, int64_t size, TensorSplit split, NormWeight kind) {
+  return {.name = std::move(name),
+          .shape = {size},
+          .init = kind == NormWeight::kOneCentred ? Init::kZeros : Init::kOnes,
+          .decay = WeightDecay::kNo,
+          .split = split,
+          .in_product = InProduct::kNo};
+}
+
 int64_t TensorShare::units(int64_t count, const std::string& what) const {
   if (count % size != 0) throw_user_error("parallel.tensor is ", size, ", must divide ", what, " = ", count);
   return count / size;

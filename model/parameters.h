@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "kernels/arena.h"
+#include "kernels/rms_norm.h"
 #include "kernels/stream.h"
 #include "kernels/tensor.h"
 
@@ -57,6 +58,9 @@ struct ParameterSpec {
   InProduct in_product = InProduct::kYes;
   int64_t units = 0;  // heads, when kRows or kColumns cut between heads alone; 0: anywhere, as even as it goes
 };
+
+// The weight [size] of a norm, which every tensor rank holds whole: the initial values leave the normalised alone.
+ParameterSpec norm_weight(std::string name, int64_t size, TensorSplit split, NormWeight kind = NormWeight::kPlain);
 
 // This rank's place in its tensor group.
 struct TensorShare {
@@ -99,8 +103,6 @@ struct Parameter {
   Tensor value_shard;     // [shard.count, ...]: the shard's rows of the true value, at every level of zero
   Tensor grad_shard;      // same: where the sum over the replica group comes to stand
   Tensor adam_m, adam_v;  // same; absent when bound without optimizer state
-
-  Tensor shard_value() const { return value_shard; }
 };
 
 // Parameters that lie one below the other, and the memory behind them, with rows to fill up the last shard.

@@ -31,12 +31,7 @@ std::unique_ptr<TokenMixer> make_retnet(const ModelConfig& config, const std::st
                                            {.name = p + "k_proj.weight", .shape = {H * K, D}, .units = H},
                                            {.name = p + "v_proj.weight", .shape = {H * V, D}, .units = H},
                                            {.name = p + "g_proj.weight", .shape = {H * V, D}, .units = H}});
-  parts.o_norm = &registry.declare({.name = p + "g_norm.weight",
-                                    .shape = {V},
-                                    .init = Init::kOnes,
-                                    .decay = WeightDecay::kNo,
-                                    .split = TensorSplit::kPartialOverHeads,
-                                    .in_product = InProduct::kNo});
+  parts.o_norm = &registry.declare(norm_weight(p + "g_norm.weight", V, TensorSplit::kPartialOverHeads));
   parts.o_proj =
       &registry.declare({.name = p + "o_proj.weight", .shape = {D, H * V}, .split = TensorSplit::kColumns, .units = H});
   return std::make_unique<DeltaMixer>(parts);

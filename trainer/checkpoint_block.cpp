@@ -46,7 +46,7 @@ void add_blocks(std::vector<CheckpointBlock>& blocks, const Parameter& parameter
       blocks.push_back({std::string(part) + "/" + parameter.spec.name, parameter.spec.shape,
                         with_extent(start, 0, start[0] + parameter.shard.begin), tensor});
   };
-  add("model", parameter.shard_value());
+  add("model", parameter.value_shard);
   if (content == CheckpointContent::kWeights) return;
   add("adam_m", parameter.adam_m);
   add("adam_v", parameter.adam_v);

@@ -99,10 +99,9 @@ void CheckpointReader::check_parameters(const ParameterRegistry& registry, Check
       if (stored.global_shape != parameter.spec.shape)
         misshapen.push_back(fmt::format("{} is {} in the checkpoint and {} in the model", name,
                                         stored.global_shape.str(), parameter.spec.shape.str()));
-      if (content == CheckpointContent::kWeightsAndOptimizer && stored.dtype != parameter.shard_value().dtype())
+      if (content == CheckpointContent::kWeightsAndOptimizer && stored.dtype != parameter.value_shard.dtype())
         throw_user_error(folder_, ": holds ", name_of(stored.dtype), " values but this run computes in ",
-                         name_of(parameter.shard_value().dtype()),
-                         "; precision must be that of the run that is resumed");
+                         name_of(parameter.value_shard.dtype()), "; precision must be that of the run that is resumed");
     }
     for (auto stored = blocks_.lower_bound(part); stored != blocks_.end() && stored->first.starts_with(part);
          stored = blocks_.upper_bound(stored->first))

@@ -127,7 +127,7 @@ void TrainStep::update_selection_biases() {
   for (const RoutedLayer& routed : model_.routed_layers()) {
     const Tensor load = expert_load_.rows(row++, 1).view({moe.num_experts});
     const Parameter& bias = *routed.selection_bias;
-    selection_bias_step(context_.stream, bias.shard_value(), load, bias.shard.begin, *moe.router_bias_update_speed,
+    selection_bias_step(context_.stream, bias.value_shard, load, bias.shard.begin, *moe.router_bias_update_speed,
                         control_);
   }
 }
