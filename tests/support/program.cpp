@@ -81,9 +81,16 @@ RunningProgram::RunningProgram(Words words, const Environment& environment)
   CHECK(::posix_spawn_file_actions_init(&actions) == 0, "posix_spawn");
   ::posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, out_path_.c_str(), O_WRONLY | O_TRUNC, 0600);
   ::posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, err_path_.c_str(), O_WRONLY | O_TRUNC, 0600);
-  posix_spawnattr_t attributes;  // a process group of its own, as a terminal would give it
+  // A process group of its own and every signal as at login, as a terminal would give them: a shell never catches what
+  // was ignored when it started, and some test runners ignore TERM and INT.
+  posix_spawnattr_t attributes;
   CHECK(::posix_spawnattr_init(&attributes) == 0, "posix_spawn");
-  ::posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);
+  ::posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETSIGMASK);
+  sigset_t signals;
+  sigfillset(&signals);
+  ::posix_spawnattr_setsigdefault(&attributes, &signals);
+  sigemptyset(&signals);
+  ::posix_spawnattr_setsigmask(&attributes, &signals);
   const int error = ::posix_spawn(&pid_, words.list[0].c_str(), &actions, &attributes, pointers_to(words.list).data(),
                                   pointers_to(variables).data());
   ::posix_spawnattr_destroy(&attributes);
