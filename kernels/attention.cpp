@@ -53,12 +53,12 @@ void attention_backward(Stream& stream, const AttentionBackwardArgs& args, const
 void attention_prefix_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k, const Tensor& v,
                               double scale) {
   check_attention(stream, q, k, v, o, lse);
-  PALIMPSEST_DISPATCH_CPU(stream, attention_prefix_forward(stream, o, lse, q, k, v, scale));
+  PALIMPSEST_DISPATCH(stream, attention_prefix_forward(stream, o, lse, q, k, v, scale));
 }
 
 void attention_prefix_backward(Stream& stream, const AttentionBackwardArgs& args) {
   check_backward(stream, args);
-  PALIMPSEST_DISPATCH_CPU(stream, attention_prefix_backward(stream, args));
+  PALIMPSEST_DISPATCH(stream, attention_prefix_backward(stream, args));
 }
 
 }  // namespace palimpsest

@@ -116,7 +116,7 @@ std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequ
     Arena::Scope inner(stream.scratch());
     const Tensor kv =
         gather_rows(context, sequence, {saved->k.merge_columns(), v_columns(saved->proj).merge_columns()});
-    for_each_prefix_block(sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
+    for_each_prefix_block(context, sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
       attention_prefix_forward(stream, saved->o.rows(first, length), saved->lse.rows(first, length),
                                saved->q.rows(first, length), gathered_keys(kv.rows(row, count)),
                                gathered_values(kv.rows(row, count)), scale_);
@@ -172,7 +172,7 @@ void Attention::backward(Context& context, const Sequence& sequence, const Saved
     Arena::Scope inner(scratch);
     const Tensor kv = gather_rows(context, sequence, {saved.k.merge_columns(), v_columns(saved.proj).merge_columns()});
     const Tensor d_kv = allocate_row_gradients(context, kv);
-    for_each_prefix_block(sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
+    for_each_prefix_block(context, sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
       attention_prefix_backward(stream, {.dq = dq.rows(first, length),
                                          .dk = gathered_keys(d_kv.rows(row, count)),
                                          .dv = gathered_values(d_kv.rows(row, count)),

@@ -235,7 +235,7 @@ void Mla::attend_to_earlier_ranges(Context& context, const Sequence& sequence, c
                                    const Tensor& q, const Tensor& o, const Tensor& lse) const {
   Arena::Scope scope(context.stream.scratch());
   const Tensor all = gather_rows(context, sequence, {latent, k_pe});
-  for_each_prefix_block(sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
+  for_each_prefix_block(context, sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
     Arena::Scope inner(context.stream.scratch());
     const auto [k, v] = expand(context, all.rows(row, count));
     attention_prefix_forward(context.stream, o.rows(first, length), lse.rows(first, length), q.rows(first, length), k,
@@ -250,7 +250,7 @@ Tensor Mla::earlier_ranges_backward(Context& context, const Sequence& sequence,
   const int64_t H = num_heads_;
   const Tensor all = gather_rows(context, sequence, {args.latent, args.k_pe});
   const Tensor d_all = allocate_row_gradients(context, all);
-  for_each_prefix_block(sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
+  for_each_prefix_block(context, sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
     Arena::Scope inner(scratch);
     const Tensor rows = all.rows(row, count), d_rows = d_all.rows(row, count);
     const auto [k, v] = expand(context, rows);

@@ -181,7 +181,7 @@ bf16* kept(const Tensor& tensor) {
 std::optional<DeltaRuleSm90> hopper_call(const DeltaRuleSaved& saved, const DeltaRuleInputs& in,
                                          const DeltaRuleOptions& options, const Documents& documents) {
   const bool fits = in.q.dtype() == DType::kBF16 && options.form == DeltaForm::kChunkwise && options.chunk_size == 64 &&
-                    options.delta_rule == DeltaRule::kOn && has_states_in_order(documents);
+                    options.delta_rule == DeltaRule::kOn;
   if (!fits || !is_hopper()) return std::nullopt;
   const DeltaRuleShape shape = delta_rule_shape(in, documents);
   if (shape.N < options.chunk_size) return std::nullopt;  // nothing to gain, and the plain kernels round less
@@ -220,6 +220,13 @@ std::optional<DeltaRuleSm90> hopper_call(const DeltaRuleSaved& saved, const Delt
   return op;
 }
 
+void place_documents(const Stream& stream, DeltaRuleSm90& op, const Documents& documents) {
+  const DocumentList list = upload(stream, documents);
+  op.offsets = list.offsets;
+  op.entering = list.entering_rows;
+  op.leaving = list.leaving_rows;
+}
+
 // Runs `body` with so many bytes of workspace.
 template <class Body>
 void with_workspace(Stream& stream, int64_t bytes, Body body) {
@@ -234,9 +241,9 @@ void with_workspace(Stream& stream, int64_t bytes, Body body) {
 bool hopper_forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved, const DeltaRuleInputs& in,
                     const DeltaRuleOptions& options, const Documents& documents) {
   std::optional<DeltaRuleSm90> op = hopper_call(saved, in, options, documents);
-  if (!op || !out.o.defined()) return false;  // without o there is no backward that would need what is saved
+  if (!op) return false;
   const Arena::Scope scope(stream.scratch());
-  op->offsets = upload_numbers(stream, documents.offsets());
+  place_documents(stream, *op, documents);
   op->o = delta_rows<bf16>(out.o);
   op->final_state = optional_floats(out.final_state);
   CHECK(delta_rule_sm90_serves(*op), "o is ", out.o.str(), ", with rows ", out.o.row_stride(), " apart");
@@ -251,7 +258,7 @@ bool hopper_backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& 
   std::optional<DeltaRuleSm90> op = hopper_call(saved, in, options, documents);
   if (!op) return false;
   const Arena::Scope scope(stream.scratch());
-  op->offsets = upload_numbers(stream, documents.offsets());
+  place_documents(stream, *op, documents);
   op->d_o = delta_rows<const bf16>(d_o);
   op->d_final_state = optional_floats(d_final_state);
   op->dq = delta_rows<bf16>(grads.dq);
@@ -262,7 +269,7 @@ bool hopper_backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& 
   op->dA_log = optional_floats(grads.dA_log);
   op->ddt_bias = optional_floats(grads.ddt_bias);
   op->d_initial_state = optional_floats(grads.d_initial_state);
-  if (!wants_all(grads) || !delta_rule_sm90_serves(*op)) {
+  if (!delta_rule_sm90_serves(*op)) {
     // What forward kept is not for the plain kernels, which compute it again.
     DeltaRuleOptions again = options;
     again.save_level = SaveLevel::kNothing;

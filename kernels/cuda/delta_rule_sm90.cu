@@ -80,6 +80,10 @@ cudaError_t backward(const DeltaRuleSm90& op, const DeltaRuleWorkspace& w, cudaS
   Launches run;
   prepare<K, false>(run, op, w, queue);
   if (op.m == nullptr || op.aqk == nullptr) prepare<K, true>(run, op, w, queue);
+  if (op.dq.data == nullptr) {
+    run(delta_rule_bwd_scan_kernel<K>, num_scans(op), kScanThreads, ScanLayout<K>::kBytes, queue, op, w);
+    return run.error();
+  }
   if (op.x == nullptr || op.states == nullptr) {
     DeltaRuleSm90 again = op;
     again.o.data = nullptr;

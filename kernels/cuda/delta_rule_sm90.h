@@ -24,7 +24,10 @@ struct DeltaRows {
 struct DeltaRuleSm90 {
   int64_t N = 0, H = 0, HV = 0, K = 0, V = 0, num_documents = 0;
   const int64_t* offsets = nullptr;  // [num_documents + 1]
-  bool vector_decay = true;          // else one decay a head
+  // [num_documents] rows of the states below that a document begins with and leaves, -1: zero, not wanted. Null: its
+  // own number.
+  const int64_t *entering = nullptr, *leaving = nullptr;
+  bool vector_decay = true;  // else one decay a head
   DeltaGateKind gate = DeltaGateKind::kSoftplus;
   float gate_lower_bound = -5.0F;  // kBounded
   // kConstant: head h (counted from first_value_head) decays by log(1 - 2^(-5-h)), or not at all
@@ -39,10 +42,10 @@ struct DeltaRuleSm90 {
   DeltaRows<const __nv_bfloat16> gate_logit;  // [N, HV, K] or [N, HV]
   const float* A_log = nullptr;               // [HV]
   const float* dt_bias = nullptr;             // [HV, K] or [HV]
-  const float* initial_state = nullptr;       // [documents, HV, K, V]
+  const float* initial_state = nullptr;       // [states, HV, K, V]
 
   DeltaRows<__nv_bfloat16> o;    // [N, HV, V]
-  float* final_state = nullptr;  // [documents, HV, K, V]
+  float* final_state = nullptr;  // [states, HV, K, V]
 
   // Kept from forward to backward, in layouts of these kernels: tiles as they lie in shared memory.
   __nv_bfloat16* m = nullptr;       // N HV 64 numbers: M - I of every chunk
@@ -51,13 +54,13 @@ struct DeltaRuleSm90 {
   __nv_bfloat16* states = nullptr;  // max(N - 1, 0) / 64 times HV K V: S^T at each chunk's start but documents' firsts
 
   DeltaRows<const __nv_bfloat16> d_o;            // [N, HV, V]
-  const float* d_final_state = nullptr;          // [documents, HV, K, V]
-  DeltaRows<__nv_bfloat16> dq, dk;               // [N, H, K]
+  const float* d_final_state = nullptr;          // [states, HV, K, V]
+  DeltaRows<__nv_bfloat16> dq, dk;               // [N, H, K]; null, with all others: d_initial_state alone
   DeltaRows<__nv_bfloat16> dv;                   // [N, HV, V]
   DeltaRows<__nv_bfloat16> dbeta_logit;          // [N, HV]
   DeltaRows<__nv_bfloat16> dgate_logit;          // as gate_logit
   float *dA_log = nullptr, *ddt_bias = nullptr;  // accumulated
-  float* d_initial_state = nullptr;              // [documents, HV, K, V]
+  float* d_initial_state = nullptr;              // [states, HV, K, V]
 };
 
 // Whether these kernels can do it: sizes, strides and alignment. They need compute capability 9.0 besides.

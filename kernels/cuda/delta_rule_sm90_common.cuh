@@ -57,10 +57,11 @@ inline int64_t carve_workspace(const DeltaRuleSm90& p, bool backward, void* bloc
   if (p.m == nullptr) take(w.m, rows * kChunk);
   if (p.aqk == nullptr) take(w.aqk, rows * kChunk);
   if (!backward) return used;
-  if (p.x == nullptr) take(w.x, rows * p.V);
-  if (p.states == nullptr) take(w.states, (p.N > 0 ? p.N - 1 : 0) / kChunk * p.HV * p.K * p.V);
   take(w.totals, slots * p.HV * 4 * p.K);
   take(w.norms, slots * p.HV * 2 * kChunk);
+  if (p.dq.data == nullptr) return used;
+  if (p.x == nullptr) take(w.x, rows * p.V);
+  if (p.states == nullptr) take(w.states, (p.N > 0 ? p.N - 1 : 0) / kChunk * p.HV * p.K * p.V);
   take(w.dstates, slots * p.HV * p.K * p.V);
   take(w.partials, slots * p.HV * (p.K + 1));
   if (p.HV > p.H) {
@@ -101,6 +102,15 @@ __device__ inline Chunk find_chunk(const DeltaRuleSm90& p, int64_t slot) {
   const int64_t left = length - chunk.index * int64_t{kChunk};
   chunk.n = left <= 0 ? 0 : left < kChunk ? static_cast<int>(left) : kChunk;
   return chunk;
+}
+
+// A head's [K, V] in a tensor of states, in a document's row: null where there is none.
+template <class Float>
+__device__ inline Float* state_of(const DeltaRuleSm90& p, Float* states, const int64_t* rows, int64_t document,
+                                  int64_t head) {
+  if (states == nullptr) return nullptr;
+  const int64_t row = rows == nullptr ? document : rows[document];
+  return row < 0 ? nullptr : states + (row * p.HV + head) * p.K * p.V;
 }
 
 // First number of the images of a chunk and head in an array that holds `size` numbers a token and head.

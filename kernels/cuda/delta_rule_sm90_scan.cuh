@@ -275,16 +275,17 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
   const uint32_t base = dynamic_shared();
   const ScanTask task(p);
+  float* const final_state = state_of(p, p.final_state, p.leaving, task.document, task.head);
+  if (p.o.data == nullptr && w.x == nullptr && final_state == nullptr) return;  // nobody asks for anything of it
   start_scan<K>(base);
   if (warp == 4) {
     load_scan<K>(p, w, task, p.v, true, base, lane);
     return;
   }
-  const int64_t document_head = task.document * p.HV + task.head;
   const int value = static_cast<int>(task.tile) * kValueTile + 16 * warp + lane / 4;
   const uint32_t out = base + Layout::kOut + warp * kChunk * kOutPitch;
   float s[K / 8][4];
-  load_state<K>(p.initial_state == nullptr ? nullptr : p.initial_state + document_head * K * p.V, p.V, value, t, s);
+  load_state<K>(state_of(p, p.initial_state, p.entering, task.document, task.head), p.V, value, t, s);
   uint32_t a[kSteps][4], o_packed[4][4];
   pack_operand<kSteps>(s, a);
   const int64_t column = task.head * p.V + task.tile * kValueTile + 16 * warp;
@@ -356,7 +357,7 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   }
   if (task.num_chunks > 0 && o_rows.data != nullptr)
     store_rows(o_packed, out, lane, task.chunk(task.num_chunks - 1).n, o_rows);
-  store_state<K>(p.final_state == nullptr ? nullptr : p.final_state + document_head * K * p.V, p.V, value, t, s);
+  store_state<K>(final_state, p.V, value, t, s);
 }
 
 template <int K>
@@ -367,22 +368,25 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
   const uint32_t base = dynamic_shared();
   const ScanTask task(p);
+  float* const d_initial_state = state_of(p, p.d_initial_state, p.entering, task.document, task.head);
+  if (p.dv.data == nullptr && d_initial_state == nullptr) return;  // nobody asks for anything of it
   start_scan<K>(base);
   if (warp == 4) {
     load_scan<K>(p, w, task, p.d_o, false, base, lane);
     return;
   }
-  const int64_t document_head = task.document * p.HV + task.head;
   const int value = static_cast<int>(task.tile) * kValueTile + 16 * warp + lane / 4;
   const uint32_t out = base + Layout::kOut + warp * kChunk * kOutPitch;
   float ds[K / 8][4];
-  load_state<K>(p.d_final_state == nullptr ? nullptr : p.d_final_state + document_head * K * p.V, p.V, value, t, ds);
+  load_state<K>(state_of(p, p.d_final_state, p.leaving, task.document, task.head), p.V, value, t, ds);
   LaneRows dv_rows(p.dv.data, p.dv.stride, task.begin, task.head * p.V + task.tile * kValueTile + 16 * warp, lane);
   dv_rows.move(task.num_chunks - 1);
-  // Images of dS at the ends of the chunks.
+  // Images of dS at the ends of the chunks, unless d_initial_state alone is wanted.
   const int64_t state_stride = p.HV * p.V * K / 8;  // uint4
-  uint4* states = reinterpret_cast<uint4*>(w.dstates) + (task.first_slot + task.num_chunks - 1) * state_stride +
-                  (task.head * p.V + task.tile * kValueTile) * K / 8 + warp * 128 + lane;
+  uint4* states = w.dstates == nullptr
+                      ? nullptr
+                      : reinterpret_cast<uint4*>(w.dstates) + (task.first_slot + task.num_chunks - 1) * state_stride +
+                            (task.head * p.V + task.tile * kValueTile) * K / 8 + warp * 128 + lane;
   uint32_t a[kSteps][4];
   for (int i = 0; i < task.num_chunks; ++i) {
     const int index = task.num_chunks - 1 - i;
@@ -402,8 +406,10 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     warpgroup_commit();
     multiply<1, 4>(ds, d_o, stage + Layout::kQb);
     warpgroup_commit();
-    if (i > 0 || p.d_final_state != nullptr) store_state_image<K>(a, base + Layout::kState, warp, lane, states);
-    states -= state_stride;
+    if (states != nullptr) {
+      if (i > 0 || p.d_final_state != nullptr) store_state_image<K>(a, base + Layout::kState, warp, lane, states);
+      states -= state_stride;
+    }
     warpgroup_wait<1>();
     pin(y);
     uint32_t x[4][4];
@@ -426,14 +432,15 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     warpgroup_fence();
     multiply<-1, 4>(ds, x, stage + Layout::kKb);
     warpgroup_commit();
-    store_rows(x, out, lane, chunk.n, dv_rows);
-    dv_rows.move(-1);
+    if (dv_rows.data != nullptr) {
+      store_rows(x, out, lane, chunk.n, dv_rows);
+      dv_rows.move(-1);
+    }
     warpgroup_wait<0>();
     pin(ds);
     barrier_arrive(barrier + 8 * kStages);
   }
-  store_state<K>(p.d_initial_state == nullptr ? nullptr : p.d_initial_state + document_head * K * p.V, p.V, value, t,
-                 ds);
+  store_state<K>(d_initial_state, p.V, value, t, ds);
 }
 
 }  // namespace palimpsest::cuda::sm90

@@ -190,7 +190,6 @@ class TileRing {
   __device__ __forceinline__ void add_item(const LocalItem& item, TileSums<K>& sums) {
     using Layout = TileLayout<K>;
     const bool entry = has_entry_image(item), exit = has_exit_image(p_, item);
-    const int64_t state = (item.chunk.document * p_.HV + item.head) * K * p_.V;
 #pragma unroll 1
     for (int64_t tile = 0; tile < p_.V / 64; ++tile) {
       const uint32_t index = num_used_ % kLocalStages, stage = base_ + index * Layout::kStageBytes;
@@ -198,8 +197,8 @@ class TileRing {
       ++num_used_;
       if (!entry || !exit) {
         if (!entry)
-          fill_state_image<K>(stage + Layout::kS, p_.initial_state == nullptr ? nullptr : p_.initial_state + state,
-                              p_.V, tile);
+          fill_state_image<K>(stage + Layout::kS,
+                              state_of(p_, p_.initial_state, p_.entering, item.chunk.document, item.head), p_.V, tile);
         if (!exit) fill_state_image<K>(stage + Layout::kDs, nullptr, p_.V, tile);
         async_fence();  // bulk copies will write there again
         sync_block();

@@ -17,6 +17,13 @@ __global__ void store_numbers_kernel(int64_t* to, const __grid_constant__ Number
   for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) to[i] = numbers.values[i];
 }
 
+// Whether document i has row i of states.
+bool has_states_in_order(const Documents& documents) {
+  for (int64_t i = 0; i < documents.count(); ++i)
+    if (documents.entering(i) != i || documents.leaving(i) != i) return false;
+  return true;
+}
+
 }  // namespace
 
 const int64_t* upload_numbers(const Stream& stream, const std::vector<int64_t>& numbers) {
@@ -29,12 +36,6 @@ const int64_t* upload_numbers(const Stream& stream, const std::vector<int64_t>& 
     launch(stream, store_numbers_kernel, {.threads = 128}, to + first, piece, n);
   }
   return to;
-}
-
-bool has_states_in_order(const Documents& documents) {
-  for (int64_t i = 0; i < documents.count(); ++i)
-    if (documents.entering(i) != i || documents.leaving(i) != i) return false;
-  return true;
 }
 
 DocumentList upload(const Stream& stream, const Documents& documents) {

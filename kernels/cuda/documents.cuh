@@ -40,9 +40,6 @@ struct DocumentList {
 // queue is not waited for.
 const int64_t* upload_numbers(const Stream& stream, const std::vector<int64_t>& numbers);
 
-// Whether document i has row i of states.
-bool has_states_in_order(const Documents& documents);
-
 // The offsets, and the rows of states where they are not those of the documents, in scratch memory.
 DocumentList upload(const Stream& stream, const Documents& documents);
 

@@ -32,6 +32,8 @@ struct DeltaRuleCase {
   bool l2norm = true, states = false;  // initial state and gradient of the final one
   bool mixed_gate = false;             // some channels at the bound, some without decay
   int64_t spacing = 0;                 // elements between the rows of a token
+  // Rows of the states that documents begin with and leave, -1: none. Empty: their own numbers.
+  std::vector<int64_t> entering = {}, leaving = {};
 
   int64_t N() const {
     int64_t sum = 0;
@@ -39,6 +41,17 @@ struct DeltaRuleCase {
     return sum;
   }
   int64_t W() const { return vector_decay ? K : 1; }
+  int64_t num_states() const {
+    if (entering.empty()) return static_cast<int64_t>(lengths.size());
+    return 1 + std::max(*std::max_element(entering.begin(), entering.end()),
+                        *std::max_element(leaving.begin(), leaving.end()));
+  }
+  int64_t entering_row(size_t document) const {
+    return entering.empty() ? static_cast<int64_t>(document) : entering[document];
+  }
+  int64_t leaving_row(size_t document) const {
+    return leaving.empty() ? static_cast<int64_t>(document) : leaving[document];
+  }
 };
 
 inline float bf16_to_float(uint16_t bits) {
@@ -103,7 +116,7 @@ inline DeltaRuleHost random_inputs(const DeltaRuleCase& c, uint32_t seed) {
   numbers(host.A_log, c.HV, c.A_log, 0.2F);
   numbers(host.dt_bias, c.HV * c.W(), 0.0F, 0.3F);
   if (c.states) {
-    const auto count = static_cast<int64_t>(c.lengths.size()) * c.HV * c.K * c.V;
+    const auto count = c.num_states() * c.HV * c.K * c.V;
     numbers(host.initial_state, count, 0.0F, 0.3F);
     numbers(host.d_final_state, count, 0.0F, 0.3F);
   }
@@ -128,7 +141,7 @@ inline DeltaRuleResults reference_results(const DeltaRuleCase& c, const DeltaRul
   r.dgate_logit.assign(size(N * HV * W), 0);
   r.dA_log.assign(size(HV), 0);
   r.ddt_bias.assign(size(HV * W), 0);
-  r.final_state.assign(c.lengths.size() * size(HV * K * V), 0);
+  r.final_state.assign(size(c.num_states() * HV * K * V), 0);
   r.d_initial_state = r.final_state;
   const auto sigmoid = [](double x) { return 1 / (1 + std::exp(-x)); };
   const auto key_head_results = [&](int64_t key_head) {
@@ -139,9 +152,10 @@ inline DeltaRuleResults reference_results(const DeltaRuleCase& c, const DeltaRul
         const int64_t L = c.lengths[document];
         std::vector<double> S(size(K * V), 0), q(size(L * K)), k(q), g(q), y(size(L * W)), beta(size(L));
         std::vector<double> decayed(size(L * K * V)), error(size(L * V)), q_norm(size(L)), k_norm(size(L));
-        const int64_t state = (static_cast<int64_t>(document) * HV + head) * K * V;
-        if (c.states)
-          for (int64_t i = 0; i < K * V; ++i) S[size(i)] = in.initial_state[size(state + i)];
+        const int64_t entering = c.entering_row(document), leaving = c.leaving_row(document);
+        const int64_t first = (entering * HV + head) * K * V, last = (leaving * HV + head) * K * V;
+        if (c.states && entering >= 0)
+          for (int64_t i = 0; i < K * V; ++i) S[size(i)] = in.initial_state[size(first + i)];
         for (int64_t t = 0; t < L; ++t) {
           double qq = 0, kk = 0;
           for (int64_t i = 0; i < K; ++i) {
@@ -176,10 +190,10 @@ inline DeltaRuleResults reference_results(const DeltaRuleCase& c, const DeltaRul
               o[j] += scale * S[size(i * V + j)] * q[size(t * K + i)];
             }
         }
-        std::copy(S.begin(), S.end(), r.final_state.begin() + state);
+        if (leaving >= 0) std::copy(S.begin(), S.end(), r.final_state.begin() + last);
         std::vector<double> dS(size(K * V), 0), dq(size(K)), dk(size(K)), dg(size(W)), de(size(V));
-        if (c.states)
-          for (int64_t i = 0; i < K * V; ++i) dS[size(i)] = in.d_final_state[size(state + i)];
+        if (c.states && leaving >= 0)
+          for (int64_t i = 0; i < K * V; ++i) dS[size(i)] = in.d_final_state[size(last + i)];
         for (int64_t t = L - 1; t >= 0; --t) {
           const double* e = error.data() + t * V;
           const double* before = decayed.data() + t * K * V;
@@ -234,7 +248,7 @@ inline DeltaRuleResults reference_results(const DeltaRuleCase& c, const DeltaRul
           normalised(q.data() + t * K, dq.data(), q_norm[size(t)], r.dq.data() + row);
           normalised(k.data() + t * K, dk.data(), k_norm[size(t)], r.dk.data() + row);
         }
-        std::copy(dS.begin(), dS.end(), r.d_initial_state.begin() + state);
+        if (entering >= 0) std::copy(dS.begin(), dS.end(), r.d_initial_state.begin() + first);
         begin += L;
       }
     }

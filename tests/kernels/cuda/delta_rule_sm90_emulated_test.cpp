@@ -68,13 +68,12 @@ class Launcher {
     launch(num_scans(), kScanThreads, ScanLayout<K>::kBytes, [&] { delta_rule_fwd_scan_kernel<K>(op_, w_); });
   }
   void backward() {
-    if (op_.vector_decay) {
-      launch(items(), kPrepareThreads, operands_bytes(K), [&] { delta_rule_operands_kernel<K>(op_, w_); });
-    } else {
-      launch(items(), kPrepareThreads, ScalarPrepareLayout<K>::kBytes,
-             [&] { delta_rule_scalar_prepare_kernel<K, false>(op_, w_); });
-    }
+    operands();
     if (op_.m == nullptr) scores();
+    if (op_.dq.data == nullptr) {
+      launch(num_scans(), kScanThreads, ScanLayout<K>::kBytes, [&] { delta_rule_bwd_scan_kernel<K>(op_, w_); });
+      return;
+    }
     if (op_.x == nullptr) {
       DeltaRuleSm90 again = op_;
       again.o.data = nullptr;
@@ -101,6 +100,14 @@ class Launcher {
  private:
   int64_t items() const { return num_slots(op_) * op_.HV; }
   int64_t num_scans() const { return op_.num_documents * op_.HV * (op_.V / kValueTile); }
+  void operands() {
+    if (op_.vector_decay) {
+      launch(items(), kPrepareThreads, operands_bytes(K), [&] { delta_rule_operands_kernel<K>(op_, w_); });
+    } else {
+      launch(items(), kPrepareThreads, ScalarPrepareLayout<K>::kBytes,
+             [&] { delta_rule_scalar_prepare_kernel<K, false>(op_, w_); });
+    }
+  }
   void scores() {
     if (op_.vector_decay) {
       launch(items(), kPrepareThreads, PrepareLayout<K>::kBytes, [&] { delta_rule_prepare_kernel<K>(op_, w_); });
@@ -129,6 +136,36 @@ void expect_matches_recurrence(const DeltaRuleCase& c, Keep keep) {
 TEST(DeltaRuleSm90Emulated, VectorDecayMatchesRecurrenceOverDocuments) {
   expect_matches_recurrence<128>(
       {.name = "documents", .lengths = {1, 37, 0, 66}, .V = 64, .states = true, .spacing = 8}, Keep::kAll);
+}
+
+// Rows of their own choice, and the calls for states alone: the same bits.
+template <int K>
+void expect_states_in_rows(const DeltaRuleCase& c) {
+  expect_matches_recurrence<K>(c, Keep::kAll);
+  const DeltaRuleHost host = random_inputs(c, 7);
+  Memory memory;
+  const DeviceCase<Memory> all(memory, c, host, Keep::kMatrices), alone(memory, c, host, Keep::kNothing);
+  Launcher<K>(all.op(), all.workspace(), false).forward();
+  Launcher<K>(all.op(), all.workspace(), true).backward();
+  const DeltaRuleSm90 op = alone.states_alone();
+  Launcher<K>(op, memory.allocate(delta_rule_sm90_forward_workspace(op)), false).forward();
+  Launcher<K>(op, memory.allocate(delta_rule_sm90_backward_workspace(op)), true).backward();
+  EXPECT_EQ(alone.results().final_state, all.results().final_state);
+  EXPECT_EQ(alone.results().d_initial_state, all.results().d_initial_state);
+}
+
+TEST(DeltaRuleSm90Emulated, StatesLieInRowsThatDocumentsName) {
+  for (const bool vector_decay : {true, false})
+    expect_states_in_rows<64>({.name = "rows of states",
+                               .lengths = {3, 67, 0, 1, 29},
+                               .H = 2,
+                               .HV = 2,
+                               .K = 64,
+                               .V = 64,
+                               .vector_decay = vector_decay,
+                               .states = true,
+                               .entering = {-1, 3, -1, -1, 0},
+                               .leaving = {2, -1, -1, -1, 0}});
 }
 
 TEST(DeltaRuleSm90Emulated, GatesAtTheBoundAndWithoutDecayMatchRecurrence) {

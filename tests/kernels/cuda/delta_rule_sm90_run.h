@@ -26,6 +26,10 @@ class DeviceCase {
     std::vector<int64_t> offsets(1, 0);
     for (const int64_t length : c.lengths) offsets.push_back(offsets.back() + length);
     op_.offsets = upload(offsets);
+    if (!c.entering.empty()) {
+      op_.entering = upload(c.entering);
+      op_.leaving = upload(c.leaving);
+    }
     op_.vector_decay = c.vector_decay;
     op_.gate = c.gate;
     op_.constant_decays = c.gate == DeltaGateKind::kConstant;
@@ -85,13 +89,34 @@ class DeviceCase {
       r.ddt_bias = download(op_.ddt_bias, host_.dt_bias.size());
     }
     if (op_.final_state != nullptr) {
-      r.final_state = download(op_.final_state, host_.initial_state.size());
-      r.d_initial_state = download(op_.d_initial_state, host_.initial_state.size());
+      r.final_state = states(op_.final_state, case_.leaving);
+      r.d_initial_state = states(op_.d_initial_state, case_.entering);
     }
     return r;
   }
 
+  // The same call for the states alone: without o and what is kept, and without gradients but theirs.
+  DeltaRuleSm90 states_alone() const {
+    DeltaRuleSm90 op = op_;
+    op.o = op.dq = op.dk = op.dv = op.dbeta_logit = op.dgate_logit = {};
+    op.m = op.aqk = op.x = op.states = nullptr;
+    op.dA_log = op.ddt_bias = nullptr;
+    return op;
+  }
+
  private:
+  // Rows that no document has must be as they were, NaN; they come back as 0.
+  std::vector<double> states(const float* data, const std::vector<int64_t>& rows) const {
+    std::vector<double> all = download(data, host_.initial_state.size());
+    const auto num_rows = case_.num_states();
+    const size_t size = all.size() / static_cast<size_t>(num_rows);
+    for (int64_t row = 0; row < num_rows && !rows.empty(); ++row) {
+      if (std::find(rows.begin(), rows.end(), row) != rows.end()) continue;
+      for (size_t i = static_cast<size_t>(row) * size; i < static_cast<size_t>(row + 1) * size; ++i)
+        all[i] = std::isnan(all[i]) ? 0.0 : 1.0;
+    }
+    return all;
+  }
   void* room(int64_t bytes) { return device_.allocate(bytes); }
   __nv_bfloat16* saved(int64_t count) { return static_cast<__nv_bfloat16*>(room(count * 2)); }
   template <class T>
@@ -158,6 +183,15 @@ inline std::vector<DeltaRuleCase> check_cases() {
   add({.name = "T 63, softplus", .lengths = {63}, .gate = DeltaGateKind::kSoftplus, .A_log = 1.0F});
   add({.name = "T 65, K 64, V 192", .lengths = {65}, .H = 2, .HV = 2, .K = 64, .V = 192, .states = true});
   add({.name = "documents 1 3 37 0 130", .lengths = {1, 3, 37, 0, 130}, .H = 2, .HV = 2, .states = true, .spacing = 8});
+  for (const bool vector_decay : {true, false})
+    add({.name = vector_decay ? "states in rows of choice" : "scalar, states in rows",
+         .lengths = {3, 67, 0, 1, 129},
+         .H = 2,
+         .HV = 2,
+         .vector_decay = vector_decay,
+         .states = true,
+         .entering = {-1, 3, -1, -1, 0},
+         .leaving = {2, -1, -1, -1, 0}});
   add({.name = "grouped heads", .lengths = {100, 71}, .H = 2, .HV = 6, .V = 64});
   add({.name = "gates at the bound and 0", .lengths = {200}, .H = 2, .HV = 2, .states = true, .mixed_gate = true});
   add({.name = "softplus, A = 16",

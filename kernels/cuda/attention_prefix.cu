@@ -1,0 +1,334 @@
+// Attention to keys that all lie before the queries, of one document: nothing is hidden. Forward goes on from o and lse
+// of the keys before, backward adds its share; the equations stand in attention.cu and attention_backward.cu.
+//
+// Forward: blocks keep kBlock queries of a head and walk over the keys. Backward: delta (a warp a token and head); dk
+// and dv, whose blocks keep keys and walk over all queries, head after head of a group; dq, whose blocks keep queries
+// and walk over the keys: every sum has one owner and a fixed order. A warp owns 16 of the kept rows; the others come
+// kWalk at a time, in bf16 copied while those before them are worked on. Scores, results and statistics are f32 in
+// registers; probabilities and dS are rounded as operands.
+#include "kernels/attention.h"
+#include "kernels/cuda/attention.cuh"
+#include "kernels/cuda/reduce.cuh"
+
+namespace palimpsest::cuda {
+
+namespace {
+
+constexpr int kWalk = kUnitColumns;  // rows
+template <class T>
+constexpr int kStages = sizeof(T) == 2 ? 2 : 1;
+
+// Absent in forward: dq, dk, dv, d_o, delta.
+template <class T>
+struct PrefixProblem {
+  HeadRows<T> o, q, k, v, dq, dk, dv, d_o;
+  float *lse, *delta;  // [N, H]
+  float scale;
+  int64_t N, H, group, num_keys;
+  int Kp, Vp;
+};
+
+// Shared memory: kBlock kept rows of two sizes, or of the first alone, and stages of kWalk rows of both.
+template <class T>
+struct WalkMemory {
+  T *first, *second, *stages;  // [kBlock, key_row], [kBlock, value_row]
+  int key_row, value_row;
+
+  static int64_t bytes(int Kp, int Vp, bool has_second) {
+    const int64_t keys = Kp + kRowPad<T>, values = Vp + kRowPad<T>;
+    return (kBlock * (keys + (has_second ? values : 0)) + kStages<T> * kWalk * (keys + values)) *
+           static_cast<int64_t>(sizeof(T));
+  }
+  __device__ WalkMemory(unsigned char* shared, int Kp, int Vp, bool has_second)
+      : first(reinterpret_cast<T*>(shared)), key_row(Kp + kRowPad<T>), value_row(Vp + kRowPad<T>) {
+    second = first + kBlock * key_row;
+    stages = has_second ? second + kBlock * value_row : second;
+  }
+  __device__ T* keys(int64_t i) const { return stages + i % kStages<T> * kWalk * (key_row + value_row); }
+  __device__ T* values(int64_t i) const { return keys(i) + kWalk * key_row; }
+
+  // copy(i) starts the copies of step i, work(i) uses them.
+  template <class Copy, class Work>
+  __device__ void walk(int64_t count, Copy copy, Work work) const {
+    constexpr bool kAhead = kStages<T> == 2;
+    if (kAhead && count > 0) copy(0);
+    for (int64_t i = 0; i < count; ++i) {
+      __syncthreads();  // nobody reads what is written over now
+      if (!kAhead) copy(i);
+      if (kAhead && i + 1 < count) {
+        copy(i + 1);
+        wait_for_copies<1>();
+      } else {
+        wait_for_copies();
+      }
+      __syncthreads();
+      work(i);
+    }
+  }
+};
+
+// Over the four lanes that share two rows of a unit.
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+
+// Calls body(pair, e) for the elements of a unit that a lane holds.
+template <class Body>
+__device__ inline void for_each_element(Body body) {
+#pragma unroll
+  for (int pair = 0; pair < Unit::kPairs; ++pair)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) body(pair, e);
+}
+
+// Calls body(element, its place in the tensor) for a warp's rows of a head, as far as they are in the tensor.
+template <int kCount, class T, class Body>
+__device__ inline void for_each_of_rows(const HeadRows<T>& rows, Unit (&units)[kCount], int64_t token, int64_t head,
+                                        int first_row, int64_t n, Body body) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    for_each_element([&](int pair, int e) {
+      const int row = first_row + Unit::row(pair), column = i * kUnitColumns + Unit::column(pair) + e;
+      if (row < n && column < rows.size) body(units[i].value[pair][e], rows.at(token + row, head)[column]);
+    });
+}
+
+template <int kCount, class T>
+__device__ inline void add_rows(const HeadRows<T>& to, Unit (&units)[kCount], int64_t token, int64_t head,
+                                int first_row, int64_t n) {
+  for_each_of_rows(to, units, token, head, first_row, n,
+                   [](float value, T& element) { element = from_f32<T>(to_f32(element) + value); });
+}
+
+// a [16, ..] b^T [.., kWalk] of rows in shared memory.
+template <class T>
+__device__ inline void multiply_rows(Unit& unit, const T* a, const T* b, int row_size, int depth) {
+  multiply<Along::kRow, Along::kRow>(unit, a, row_size, b, row_size, depth);
+}
+
+template <class T, class Units>
+__global__ void __launch_bounds__(kAttentionThreads) prefix_fwd_kernel(const __grid_constant__ PrefixProblem<T> p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const WalkMemory<T> s(shared, p.Kp, p.Vp, false);
+  const int first_row = static_cast<int>(threadIdx.x) / kWarp * kUnitRows;
+  const int64_t head = blockIdx.x % p.H, kv_head = head / p.group, first = blockIdx.x / p.H * kBlock;
+  const int64_t n = min(static_cast<int64_t>(kBlock), p.N - first);
+  p.q.copy(s.first, s.key_row, kBlock, p.Kp, first, head, n);
+  // What the keys before left: a sum of 1 at the maximum lse. Of the four lanes of a row the first has it.
+  Unit o[Units::kValueUnits];
+  for_each_of_rows(p.o, o, first, head, first_row, n, [](float& value, const T& element) { value = to_f32(element); });
+  float maximum[2], sum[2];  // of the lane's two rows; sum: the lane's share
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + Unit::row(r);
+    maximum[r] = row < n ? p.lse[(first + row) * p.H + head] : 0.0F;
+    sum[r] = Unit::column(0) == 0 ? 1.0F : 0.0F;
+  }
+  const auto copy = [&](int64_t i) {
+    const int64_t key = i * kWalk, width = min(static_cast<int64_t>(kWalk), p.num_keys - key);
+    p.k.copy(s.keys(i), s.key_row, kWalk, p.Kp, key, kv_head, width);
+    p.v.copy(s.values(i), s.value_row, kWalk, p.Vp, key, kv_head, width);
+    commit_copies();
+  };
+  s.walk(ceil_div(p.num_keys, kWalk), copy, [&](int64_t i) {
+    Unit scores;
+    multiply_rows(scores, s.first + first_row * s.key_row, s.keys(i), s.key_row, p.Kp);
+    float highest[2] = {maximum[0], maximum[1]}, keep[2];
+    for_each_element([&](int pair, int e) {
+      float& score = scores.value[pair][e];
+      score = i * kWalk + Unit::column(pair) + e < p.num_keys ? score * p.scale : -INFINITY;
+      highest[pair % 2] = fmaxf(highest[pair % 2], score);
+    });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      highest[r] = quad_max(highest[r]);
+      keep[r] = expf(maximum[r] - highest[r]);
+      maximum[r] = highest[r];
+      sum[r] *= keep[r];
+    }
+    for_each_element([&](int pair, int e) {
+      float& score = scores.value[pair][e];
+      score = __expf(score - maximum[pair % 2]);
+      sum[pair % 2] += score;
+    });
+#pragma unroll
+    for (int unit = 0; unit < Units::kValueUnits; ++unit)
+      for_each_element([&](int pair, int e) { o[unit].value[pair][e] *= keep[pair % 2]; });
+    multiply_held(o, scores, s.values(i), s.value_row, p.Vp);
+  });
+
+  float norm[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    sum[r] = quad_sum(sum[r]);
+    norm[r] = 1.0F / sum[r];
+    const int row = first_row + Unit::row(r);
+    if (Unit::column(0) == 0 && row < n) p.lse[(first + row) * p.H + head] = maximum[r] + logf(sum[r]);
+  }
+  store_rows(p.o, o, first, head, first_row, n, norm);
+}
+
+template <class T>
+__global__ void prefix_delta_kernel(const __grid_constant__ PrefixProblem<T> p) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+  if (i >= p.N * p.H) return;
+  const T *a = p.d_o.at(i / p.H, i % p.H), *b = p.o.at(i / p.H, i % p.H);
+  float dot = 0.0F;
+  for (int64_t c = lane; c < p.o.size; c += kWarp) dot += to_f32(a[c]) * to_f32(b[c]);
+  dot = warp_sum(dot);
+  if (lane == 0) p.delta[i] = dot;
+}
+
+// From scores q k^T and d_p = d_o v^T of one query and key: P and dS in their places.
+__device__ inline void differentiate(float& score, float& d_p, bool is_pair, float scale, float lse, float delta) {
+  score = is_pair ? __expf(scale * score - lse) : 0.0F;
+  d_p = score * (d_p - delta) * scale;
+}
+
+template <class T, class Units>
+__global__ void __launch_bounds__(kAttentionThreads)
+    prefix_bwd_keys_kernel(const __grid_constant__ PrefixProblem<T> p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const WalkMemory<T> s(shared, p.Kp, p.Vp, true);
+  const int first_row = static_cast<int>(threadIdx.x) / kWarp * kUnitRows;
+  const int64_t kv_heads = p.H / p.group, kv_head = blockIdx.x % kv_heads, first = blockIdx.x / kv_heads * kBlock;
+  const int64_t n = min(static_cast<int64_t>(kBlock), p.num_keys - first), steps = ceil_div(p.N, kWalk);  // of a head
+  p.k.copy(s.first, s.key_row, kBlock, p.Kp, first, kv_head, n);
+  p.v.copy(s.second, s.value_row, kBlock, p.Vp, first, kv_head, n);
+  Unit dk[Units::kKeyUnits], dv[Units::kValueUnits];
+  const auto copy = [&](int64_t i) {
+    const int64_t head = kv_head * p.group + i / steps, query = i % steps * kWalk;
+    const int64_t count = min(static_cast<int64_t>(kWalk), p.N - query);
+    p.q.copy(s.keys(i), s.key_row, kWalk, p.Kp, query, head, count);
+    p.d_o.copy(s.values(i), s.value_row, kWalk, p.Vp, query, head, count);
+    commit_copies();
+  };
+  s.walk(p.group * steps, copy, [&](int64_t i) {
+    const int64_t head = kv_head * p.group + i / steps, query = i % steps * kWalk;
+    Unit scores, d_p;  // [keys, queries]
+    multiply_rows(scores, s.first + first_row * s.key_row, s.keys(i), s.key_row, p.Kp);
+    multiply_rows(d_p, s.second + first_row * s.value_row, s.values(i), s.value_row, p.Vp);
+#pragma unroll
+    for (int column = 0; column < Unit::kPairs; column += 2)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int64_t token = query + Unit::column(column) + e, at = token * p.H + head;
+        const bool is_query = token < p.N;
+        const float lse = is_query ? p.lse[at] : 0.0F, delta = is_query ? p.delta[at] : 0.0F;
+#pragma unroll
+        for (int pair = column; pair < column + 2; ++pair)
+          differentiate(scores.value[pair][e], d_p.value[pair][e], is_query, p.scale, lse, delta);
+      }
+    multiply_held(dv, scores, s.values(i), s.value_row, p.Vp);
+    multiply_held(dk, d_p, s.keys(i), s.key_row, p.Kp);
+  });
+  add_rows(p.dk, dk, first, kv_head, first_row, n);
+  add_rows(p.dv, dv, first, kv_head, first_row, n);
+}
+
+template <class T, class Units>
+__global__ void __launch_bounds__(kAttentionThreads)
+    prefix_bwd_queries_kernel(const __grid_constant__ PrefixProblem<T> p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const WalkMemory<T> s(shared, p.Kp, p.Vp, true);
+  const int first_row = static_cast<int>(threadIdx.x) / kWarp * kUnitRows;
+  const int64_t head = blockIdx.x % p.H, kv_head = head / p.group, first = blockIdx.x / p.H * kBlock;
+  const int64_t n = min(static_cast<int64_t>(kBlock), p.N - first);
+  p.q.copy(s.first, s.key_row, kBlock, p.Kp, first, head, n);
+  p.d_o.copy(s.second, s.value_row, kBlock, p.Vp, first, head, n);
+  float lse[2], delta[2];  // of the lane's two rows
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + Unit::row(r);
+    const int64_t at = (first + row) * p.H + head;
+    lse[r] = row < n ? p.lse[at] : 0.0F;
+    delta[r] = row < n ? p.delta[at] : 0.0F;
+  }
+  Unit dq[Units::kKeyUnits];
+  const auto copy = [&](int64_t i) {
+    const int64_t key = i * kWalk, width = min(static_cast<int64_t>(kWalk), p.num_keys - key);
+    p.k.copy(s.keys(i), s.key_row, kWalk, p.Kp, key, kv_head, width);
+    p.v.copy(s.values(i), s.value_row, kWalk, p.Vp, key, kv_head, width);
+    commit_copies();
+  };
+  s.walk(ceil_div(p.num_keys, kWalk), copy, [&](int64_t i) {
+    Unit scores, d_p;  // [queries, keys]
+    multiply_rows(scores, s.first + first_row * s.key_row, s.keys(i), s.key_row, p.Kp);
+    multiply_rows(d_p, s.second + first_row * s.value_row, s.values(i), s.value_row, p.Vp);
+    for_each_element([&](int pair, int e) {
+      const bool is_pair = first_row + Unit::row(pair) < n && i * kWalk + Unit::column(pair) + e < p.num_keys;
+      differentiate(scores.value[pair][e], d_p.value[pair][e], is_pair, p.scale, lse[pair % 2], delta[pair % 2]);
+    });
+    multiply_held(dq, d_p, s.keys(i), s.key_row, p.Kp);
+  });
+  add_rows(p.dq, dq, first, head, first_row, n);
+}
+
+template <class T>
+PrefixProblem<T> make_problem(const Tensor& o, const Tensor& lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                              double scale) {
+  PrefixProblem<T> p = {};
+  p.o = HeadRows<T>(o);
+  p.q = HeadRows<T>(q);
+  p.k = HeadRows<T>(k);
+  p.v = HeadRows<T>(v);
+  p.lse = lse.data<float>();
+  p.scale = static_cast<float>(scale);
+  p.N = q.dim(0);
+  p.H = q.dim(1);
+  p.group = q.dim(1) / k.dim(1);
+  p.num_keys = k.dim(0);
+  p.Kp = padded_size(q.dim(2));
+  p.Vp = padded_size(v.dim(2));
+  return p;
+}
+
+// Blocks of kBlock rows times heads.
+template <class T>
+LaunchShape walk_shape(const PrefixProblem<T>& p, int64_t rows, int64_t heads, bool has_second) {
+  return {.grid_x = ceil_div(rows, kBlock) * heads,
+          .threads = kAttentionThreads,
+          .shared_bytes = WalkMemory<T>::bytes(p.Kp, p.Vp, has_second)};
+}
+
+}  // namespace
+
+void attention_prefix_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                              double scale) {
+  if (k.dim(0) == 0) return;
+  with_head_units(q.dtype(), q.dim(2), v.dim(2), [&](auto zero, auto units) {
+    using T = decltype(zero);
+    const PrefixProblem<T> problem = make_problem<T>(o, lse, q, k, v, scale);
+    launch(stream, prefix_fwd_kernel<T, decltype(units)>, walk_shape(problem, problem.N, problem.H, false), problem);
+  });
+}
+
+void attention_prefix_backward(Stream& stream, const AttentionBackwardArgs& args) {
+  if (args.q.dim(0) == 0 || args.k.dim(0) == 0) return;
+  const Arena::Scope scope(stream.scratch());
+  const Tensor delta = stream.scratch().allocate(DType::kF32, args.lse.shape());
+  with_head_units(args.q.dtype(), args.q.dim(2), args.v.dim(2), [&](auto zero, auto units) {
+    using T = decltype(zero);
+    using Units = decltype(units);
+    PrefixProblem<T> problem = make_problem<T>(args.o, args.lse, args.q, args.k, args.v, args.scale);
+    problem.dq = HeadRows<T>(args.dq);
+    problem.dk = HeadRows<T>(args.dk);
+    problem.dv = HeadRows<T>(args.dv);
+    problem.d_o = HeadRows<T>(args.d_o);
+    problem.delta = delta.data<float>();
+    constexpr int kDeltaThreads = 256;
+    launch(stream, prefix_delta_kernel<T>,
+           {.grid_x = ceil_div(problem.N * problem.H, kDeltaThreads / kWarp), .threads = kDeltaThreads}, problem);
+    launch(stream, prefix_bwd_keys_kernel<T, Units>,
+           walk_shape(problem, problem.num_keys, problem.H / problem.group, true), problem);
+    launch(stream, prefix_bwd_queries_kernel<T, Units>, walk_shape(problem, problem.N, problem.H, true), problem);
+  });
+}
+
+}  // namespace palimpsest::cuda
