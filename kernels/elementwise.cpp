@@ -16,7 +16,7 @@ void copy(Stream& stream, Tensor y, const Tensor& x) {
 }
 
 void add(Stream& stream, Tensor y, const Tensor& a, const Tensor& b) {
-  const DType dtype = floating_dtype(stream, "a", a);
+  const DType dtype = a.dtype() == DType::kF64 ? DType::kF64 : floating_dtype(stream, "a", a);
   check_operand(stream, "a", a, dtype, a.shape());
   check_operand(stream, "b", b, dtype, a.shape());
   check_operand(stream, "y", y, dtype, a.shape());

@@ -27,7 +27,7 @@ void sort_by_expert(Stream& stream, const ExpertRows& rows, const Tensor& expert
   check_operand(stream, "offsets", rows.offsets, DType::kI32, {kAnyDim});
   check_contiguous_operand(stream, "row_of", rows.row_of, DType::kI32, experts.shape());
   check_operand(stream, "token_of", rows.token_of, DType::kI32, {experts.numel()});
-  PALIMPSEST_DISPATCH_CPU(stream, sort_by_expert(stream, rows, experts));
+  PALIMPSEST_DISPATCH(stream, sort_by_expert(stream, rows, experts));
 }
 
 void gather_expert_rows(Stream& stream, Tensor rows, const Tensor& x, const Tensor& token_of) {
@@ -35,7 +35,7 @@ void gather_expert_rows(Stream& stream, Tensor rows, const Tensor& x, const Tens
   check_operand(stream, "x", x, dtype, {kAnyDim, kAnyDim});
   check_operand(stream, "token_of", token_of, DType::kI32, {kAnyDim});
   check_operand(stream, "rows", rows, dtype, {token_of.dim(0), x.dim(1)});
-  PALIMPSEST_DISPATCH_CPU(stream, gather_expert_rows(stream, rows, x, token_of));
+  PALIMPSEST_DISPATCH(stream, gather_expert_rows(stream, rows, x, token_of));
 }
 
 void sum_expert_rows(Stream& stream, Tensor y, const Tensor& rows, const Tensor& row_of, Write write) {
@@ -43,7 +43,7 @@ void sum_expert_rows(Stream& stream, Tensor y, const Tensor& rows, const Tensor&
   check_operand(stream, "rows", rows, dtype, {kAnyDim, kAnyDim});
   check_row_of(stream, row_of, rows.dim(0));
   check_operand(stream, "y", y, dtype, {row_of.dim(0), rows.dim(1)});
-  PALIMPSEST_DISPATCH_CPU(stream, sum_expert_rows(stream, y, rows, row_of, write));
+  PALIMPSEST_DISPATCH(stream, sum_expert_rows(stream, y, rows, row_of, write));
 }
 
 void scale_expert_rows_forward(Stream& stream, Tensor y, const Tensor& x, const Tensor& weights, const Tensor& row_of) {
@@ -52,7 +52,7 @@ void scale_expert_rows_forward(Stream& stream, Tensor y, const Tensor& x, const 
   check_operand(stream, "y", y, dtype, x.shape());
   check_row_of(stream, row_of, x.dim(0));
   check_operand(stream, "weights", weights, statistics_dtype(dtype), row_of.shape());
-  PALIMPSEST_DISPATCH_CPU(stream, scale_expert_rows_forward(stream, y, x, weights, row_of));
+  PALIMPSEST_DISPATCH(stream, scale_expert_rows_forward(stream, y, x, weights, row_of));
 }
 
 void scale_expert_rows_backward(Stream& stream, Tensor dx, Tensor d_weights, const Tensor& dy, const Tensor& x,
@@ -64,26 +64,26 @@ void scale_expert_rows_backward(Stream& stream, Tensor dx, Tensor d_weights, con
   check_row_of(stream, row_of, dy.dim(0));
   check_operand(stream, "weights", weights, statistics_dtype(dtype), row_of.shape());
   check_operand(stream, "d_weights", d_weights, statistics_dtype(dtype), row_of.shape());
-  PALIMPSEST_DISPATCH_CPU(stream, scale_expert_rows_backward(stream, dx, d_weights, dy, x, weights, row_of));
+  PALIMPSEST_DISPATCH(stream, scale_expert_rows_backward(stream, dx, d_weights, dy, x, weights, row_of));
 }
 
 void grouped_linear_forward(Stream& stream, Tensor y, const Tensor& x, const Tensor& w, const Tensor& offsets) {
   const DType dtype = floating_dtype(stream, "x", x);
   check_operand(stream, "x", x, dtype, {kAnyDim, kAnyDim});
-  check_operand(stream, "w", w, dtype, {kAnyDim, x.dim(1)});
+  check_weight(stream, w, dtype, {kAnyDim, x.dim(1)});
   check_operand(stream, "y", y, dtype, {x.dim(0), kAnyDim});
   check_groups(stream, w, y.dim(1), offsets);
-  PALIMPSEST_DISPATCH_CPU(stream, grouped_linear_forward(stream, y, x, w, offsets));
+  PALIMPSEST_DISPATCH(stream, grouped_linear_forward(stream, y, x, w, offsets));
 }
 
 void grouped_linear_backward_input(Stream& stream, Tensor dx, const Tensor& dy, const Tensor& w,
                                    const Tensor& offsets) {
   const DType dtype = floating_dtype(stream, "dy", dy);
   check_operand(stream, "dy", dy, dtype, {kAnyDim, kAnyDim});
-  check_operand(stream, "w", w, dtype, {kAnyDim, kAnyDim});
+  check_weight(stream, w, dtype, {kAnyDim, kAnyDim});
   check_operand(stream, "dx", dx, dtype, {dy.dim(0), w.dim(1)});
   check_groups(stream, w, dy.dim(1), offsets);
-  PALIMPSEST_DISPATCH_CPU(stream, grouped_linear_backward_input(stream, dx, dy, w, offsets));
+  PALIMPSEST_DISPATCH(stream, grouped_linear_backward_input(stream, dx, dy, w, offsets));
 }
 
 void grouped_linear_backward_weight(Stream& stream, Tensor dw, const Tensor& dy, const Tensor& x,
@@ -91,9 +91,9 @@ void grouped_linear_backward_weight(Stream& stream, Tensor dw, const Tensor& dy,
   const DType dtype = floating_dtype(stream, "dy", dy);
   check_operand(stream, "dy", dy, dtype, {kAnyDim, kAnyDim});
   check_operand(stream, "x", x, dtype, {dy.dim(0), kAnyDim});
-  check_operand(stream, "dw", dw, dtype, {kAnyDim, x.dim(1)});
+  check_operand(stream, "dw", dw, statistics_dtype(dtype), {kAnyDim, x.dim(1)});
   check_groups(stream, dw, dy.dim(1), offsets);
-  PALIMPSEST_DISPATCH_CPU(stream, grouped_linear_backward_weight(stream, dw, dy, x, offsets));
+  PALIMPSEST_DISPATCH(stream, grouped_linear_backward_weight(stream, dw, dy, x, offsets));
 }
 
 void token_gate_forward(Stream& stream, Tensor y, const Tensor& x, const Tensor& z) {
@@ -101,7 +101,7 @@ void token_gate_forward(Stream& stream, Tensor y, const Tensor& x, const Tensor&
   check_operand(stream, "x", x, dtype, {kAnyDim, kAnyDim});
   check_operand(stream, "y", y, dtype, x.shape());
   check_operand(stream, "z", z, dtype, {x.dim(0), 1});
-  PALIMPSEST_DISPATCH_CPU(stream, token_gate_forward(stream, y, x, z));
+  PALIMPSEST_DISPATCH(stream, token_gate_forward(stream, y, x, z));
 }
 
 void token_gate_backward(Stream& stream, Tensor dx, Tensor dz, const Tensor& dy, const Tensor& x, const Tensor& z) {
@@ -111,7 +111,7 @@ void token_gate_backward(Stream& stream, Tensor dx, Tensor dz, const Tensor& dy,
   check_operand(stream, "dx", dx, dtype, dy.shape());
   check_operand(stream, "z", z, dtype, {dy.dim(0), 1});
   check_operand(stream, "dz", dz, dtype, z.shape());
-  PALIMPSEST_DISPATCH_CPU(stream, token_gate_backward(stream, dx, dz, dy, x, z));
+  PALIMPSEST_DISPATCH(stream, token_gate_backward(stream, dx, dz, dy, x, z));
 }
 
 }  // namespace palimpsest

@@ -29,7 +29,7 @@ PALIMPSEST_OP(scale_expert_rows_backward, Stream& stream, Tensor dx, Tensor d_we
               const Tensor& x, const Tensor& weights, const Tensor& row_of);
 
 // Grouped products: each expert's rows with its own matrix, w [E * O, I], expert e's being rows [e * O, (e + 1) * O).
-// y [R, O] = x [R, I] w_e^T
+// As in kernels/linear.h, w may be f32 beside bf16 operands, and dw is f32. y [R, O] = x [R, I] w_e^T
 PALIMPSEST_OP(grouped_linear_forward, Stream& stream, Tensor y, const Tensor& x, const Tensor& w,
               const Tensor& offsets);
 // dx [R, I] = dy [R, O] w_e

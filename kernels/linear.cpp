@@ -4,20 +4,12 @@
 
 namespace palimpsest {
 
-namespace {
-
-// A weight is in the operands' dtype or, beside bf16 operands, in f32.
-void check_weight(const Stream& stream, const Tensor& w, DType dtype, const Shape& shape) {
-  check_operand(stream, "w", w, w.dtype() == statistics_dtype(dtype) ? statistics_dtype(dtype) : dtype, shape);
-}
-
-}  // namespace
-
 void linear_forward(Stream& stream, Tensor y, const Tensor& x, const Tensor& w, Write write) {
   const DType dtype = floating_dtype(stream, "x", x);
   check_operand(stream, "x", x, dtype, {kAnyDim, kAnyDim});
   check_weight(stream, w, dtype, {kAnyDim, x.dim(1)});
-  check_operand(stream, "y", y, dtype, {x.dim(0), w.dim(0)});
+  check_operand(stream, "y", y, y.dtype() == statistics_dtype(dtype) ? statistics_dtype(dtype) : dtype,
+                {x.dim(0), w.dim(0)});
   PALIMPSEST_DISPATCH(stream, linear_forward(stream, y, x, w, write));
 }
 

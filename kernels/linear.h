@@ -11,7 +11,7 @@ namespace palimpsest {
 
 enum class Write : uint8_t { kOverwrite, kAccumulate };
 
-// y [N, O] = x [N, I] w[O, I]^T, or y += ... with kAccumulate.
+// y [N, O] = x [N, I] w[O, I]^T, or y += ... with kAccumulate. Beside bf16 operands y may be f32: the sums as they are.
 PALIMPSEST_OP(linear_forward, Stream& stream, Tensor y, const Tensor& x, const Tensor& w, Write write);
 // dx [N, I] = dy [N, O] w [O, I], or dx += ...
 PALIMPSEST_OP(linear_backward_input, Stream& stream, Tensor dx, const Tensor& dy, const Tensor& w, Write write);

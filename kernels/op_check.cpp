@@ -19,6 +19,10 @@ void check_operand(const Stream& stream, const char* name, const Tensor& tensor,
         name_of(stream.device()));
 }
 
+void check_weight(const Stream& stream, const Tensor& w, DType dtype, const Shape& shape) {
+  check_operand(stream, "w", w, w.dtype() == statistics_dtype(dtype) ? statistics_dtype(dtype) : dtype, shape);
+}
+
 void check_contiguous_operand(const Stream& stream, const char* name, const Tensor& tensor, DType dtype,
                               const Shape& shape) {
   check_operand(stream, name, tensor, dtype, shape);

@@ -13,7 +13,9 @@ DType statistics_dtype(DType dtype);
 
 // Device, dtype and shape; rows may be spaced.
 void check_operand(const Stream& stream, const char* name, const Tensor& tensor, DType dtype, const Shape& shape);
-// The same, and no gaps between rows.
+// A weight of a product: in the operands' dtype or, beside bf16 operands, in f32.
+void check_weight(const Stream& stream, const Tensor& w, DType dtype, const Shape& shape);
+// As check_operand, and no gaps between rows.
 void check_contiguous_operand(const Stream& stream, const char* name, const Tensor& tensor, DType dtype,
                               const Shape& shape);
 

@@ -28,17 +28,17 @@ void router_forward(Stream& stream, const Routing& routing, const Tensor& logits
         options.num_groups, " groups");
   CHECK(k >= 1 && k <= options.top_groups * (E / options.num_groups), k, " choices among ", options.top_groups,
         " groups of ", E / options.num_groups);
-  PALIMPSEST_DISPATCH_CPU(stream, router_forward(stream, routing, logits, bias, options));
+  PALIMPSEST_DISPATCH(stream, router_forward(stream, routing, logits, bias, options));
 }
 
 void router_backward(Stream& stream, Tensor d_logits, const Tensor& d_weights, const Routing& routing,
                      const Tensor& slope, const RouterOptions& options) {
   const DType dtype = statistics_dtype(floating_dtype(stream, "d_logits", d_logits));
-  check_operand(stream, "d_logits", d_logits, dtype, {kAnyDim, kAnyDim});
+  check_operand(stream, "d_logits", d_logits, d_logits.dtype(), {kAnyDim, kAnyDim});
   check_routing(stream, routing, dtype, d_logits.dim(0), d_logits.dim(1));
   check_operand(stream, "d_weights", d_weights, dtype, routing.experts.shape());
   if (slope.defined()) check_operand(stream, "slope", slope, DType::kF64, {d_logits.dim(1)});
-  PALIMPSEST_DISPATCH_CPU(stream, router_backward(stream, d_logits, d_weights, routing, slope, options));
+  PALIMPSEST_DISPATCH(stream, router_backward(stream, d_logits, d_weights, routing, slope, options));
 }
 
 void tally_experts(Stream& stream, Tensor load, Tensor mass, const Tensor& offsets, const Tensor& scores) {
@@ -47,7 +47,7 @@ void tally_experts(Stream& stream, Tensor load, Tensor mass, const Tensor& offse
   check_operand(stream, "load", load, DType::kF64, {E});
   if (mass.defined()) check_operand(stream, "mass", mass, DType::kF64, {E});
   check_operand(stream, "offsets", offsets, DType::kI32, {E + 1});
-  PALIMPSEST_DISPATCH_CPU(stream, tally_experts(stream, load, mass, offsets, scores));
+  PALIMPSEST_DISPATCH(stream, tally_experts(stream, load, mass, offsets, scores));
 }
 
 void balance_experts(Stream& stream, Tensor sum, Tensor slope, const Tensor& load, const Tensor& mass,
@@ -56,7 +56,7 @@ void balance_experts(Stream& stream, Tensor sum, Tensor slope, const Tensor& loa
   check_operand(stream, "mass", mass, DType::kF64, load.shape());
   check_operand(stream, "sum", sum, DType::kF64, {1});
   check_operand(stream, "slope", slope, DType::kF64, {load.dim(1)});
-  PALIMPSEST_DISPATCH_CPU(stream, balance_experts(stream, sum, slope, load, mass, options));
+  PALIMPSEST_DISPATCH(stream, balance_experts(stream, sum, slope, load, mass, options));
 }
 
 void selection_bias_step(Stream& stream, Tensor bias, const Tensor& load, int64_t first, double speed,
@@ -65,7 +65,7 @@ void selection_bias_step(Stream& stream, Tensor bias, const Tensor& load, int64_
   check_operand(stream, "load", load, DType::kF64, {kAnyDim});
   check_operand(stream, "control", control, DType::kF64, {kStepControlSize});
   CHECK(first >= 0 && first + bias.dim(0) <= load.dim(0), "experts ", first, "+", bias.dim(0), " of ", load.dim(0));
-  PALIMPSEST_DISPATCH_CPU(stream, selection_bias_step(stream, bias, load, first, speed, control));
+  PALIMPSEST_DISPATCH(stream, selection_bias_step(stream, bias, load, first, speed, control));
 }
 
 }  // namespace palimpsest

@@ -29,8 +29,8 @@ struct Routing {
 // All of `routing` overwritten. logits [N, E] as scores; bias [E] as scores, absent: 0.
 PALIMPSEST_OP(router_forward, Stream& stream, const Routing& routing, const Tensor& logits, const Tensor& bias,
               const RouterOptions& options);
-// d_logits [N, E] overwritten, from d_weights [N, k]. slope [E] f64 is added to the gradient of every token's scores
-// (the balance term of the loss); absent: 0.
+// d_logits [N, E] overwritten, as scores or in bf16, from d_weights [N, k]. slope [E] f64 is added to the gradient of
+// every token's scores (the balance term of the loss); absent: 0.
 PALIMPSEST_OP(router_backward, Stream& stream, Tensor d_logits, const Tensor& d_weights, const Routing& routing,
               const Tensor& slope, const RouterOptions& options);
 

@@ -163,7 +163,7 @@ void Moe::backward(Context& context, const Sequence& sequence, const Saved& save
     sum_expert_rows(stream, dx, d_rows, rows.row_of, Write::kOverwrite);
   }
   // 2.
-  const Tensor d_logits = scratch.allocate(saved.routing.scores.dtype(), saved.routing.scores.shape());
+  const Tensor d_logits = scratch.allocate(context.dtype, saved.routing.scores.shape());
   router_backward(stream, d_logits, d_weights, saved.routing, context.experts ? context.experts->slope : Tensor(),
                   router_options_);
   linear_backward_weight(stream, router_->grad, d_logits, x);

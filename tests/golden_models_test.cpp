@@ -263,8 +263,6 @@ TEST_P(GoldenModels, MatchesThePublicImplementation) {
     std::printf("SKIPPED %s\n", error.what());
     GTEST_SKIP() << error.what();
   }
-  if (device_under_test() == Device::kCuda && hf.config.moe.num_experts > 0)
-    GTEST_SKIP() << "routed experts have no cuda backend yet";
   const nlohmann::json reference = nlohmann::json::parse(read_whole_file(folder + "/reference.json"));
   const nlohmann::json& tolerance = reference.at("tolerance");
   const SafetensorsFile values(folder + "/reference.safetensors");

@@ -55,6 +55,12 @@ struct Add {
   }
 };
 
+// f64, of which there are few: counts and sums over a step.
+struct AddWide {
+  Rows<double> y, a, b;
+  __device__ void operator()(int64_t row, int64_t i) const { y[row][i] = a[row][i] + b[row][i]; }
+};
+
 template <int kPack, class T>
 struct SigmoidGate {
   Rows<T> y, x, z;
@@ -123,6 +129,11 @@ void copy(Stream& stream, Tensor y, const Tensor& x) {
 }
 
 void add(Stream& stream, Tensor y, const Tensor& a, const Tensor& b) {
+  if (a.dtype() == DType::kF64) {
+    launch(stream, map_kernel<1, AddWide>, {.grid_x = ceil_div(a.row_size(), 256), .grid_y = min(a.dim(0), kMaxGridY)},
+           a.dim(0), a.row_size(), AddWide{Rows<double>(y), Rows<double>(a), Rows<double>(b)});
+    return;
+  }
   map(stream, a.dtype(), {&y, &a, &b}, [&](auto pack, auto zero) {
     using T = decltype(zero);
     return Add<decltype(pack)::value, T>{Rows<T>(y), Rows<T>(a), Rows<T>(b)};
@@ -143,10 +154,15 @@ void sigmoid_gate_backward(Stream& stream, Tensor dx, Tensor dz, const Tensor& d
   });
 }
 
-void round_to_bf16(const Stream& stream, const Tensor& to, const Tensor& from) {
-  map(stream, DType::kF32, {&to, &from}, [&](auto pack, auto) {
-    return Round<decltype(pack)::value>{Rows<bf16>(to), Rows<float>(from)};
+Tensor rounded(const Stream& stream, const Tensor& w, DType dtype) {
+  if (w.dtype() == dtype) return w;
+  constexpr int64_t kRow = 8;  // elements: rows start on 16 bytes
+  const Tensor room = stream.scratch().allocate(dtype, {w.dim(0), ceil_div(w.dim(1), kRow) * kRow});
+  const Tensor copy = room.columns(0, w.dim(1));
+  map(stream, DType::kF32, {&copy, &w}, [&](auto pack, auto) {
+    return Round<decltype(pack)::value>{Rows<bf16>(copy), Rows<float>(w)};
   });
+  return copy;
 }
 
 }  // namespace palimpsest::cuda

@@ -5,7 +5,7 @@
 
 namespace palimpsest::cuda {
 
-// to = from, rounded: bf16 [N, C] from f32 [N, C].
-void round_to_bf16(const Stream& stream, const Tensor& to, const Tensor& from);
+// A weight [N, C] in the operands' dtype: itself, or f32 rounded to bf16 in scratch memory.
+Tensor rounded(const Stream& stream, const Tensor& w, DType dtype);
 
 }  // namespace palimpsest::cuda

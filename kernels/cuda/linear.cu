@@ -96,16 +96,6 @@ void product(const Stream& stream, const Tensor& c, int64_t K, const Operand& a,
   plain_product(stream, c, K, a, b, write);
 }
 
-// The weight in the operands' dtype: itself, or a rounded copy in scratch memory.
-Tensor rounded(const Stream& stream, const Tensor& w, DType dtype) {
-  if (w.dtype() == dtype) return w;
-  constexpr int64_t kRow = 8;  // elements: rows start on 16 bytes
-  const Tensor room = stream.scratch().allocate(dtype, {w.dim(0), ceil_div(w.dim(1), kRow) * kRow});
-  const Tensor copy = room.columns(0, w.dim(1));
-  round_to_bf16(stream, copy, w);
-  return copy;
-}
-
 }  // namespace
 
 void linear_forward(Stream& stream, Tensor y, const Tensor& x, const Tensor& w, Write write) {

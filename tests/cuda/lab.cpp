@@ -72,6 +72,9 @@ Tensor Lab::output(const std::string& name, Shape shape, int64_t row_gap) {
 Tensor Lab::statistics(const std::string& name, Shape shape) {
   return add(name, statistics_dtype(), shape, 0, true, leave_as_nan);
 }
+Tensor Lab::output_integers(const std::string& name, Shape shape) {
+  return add(name, DType::kI32, shape, 0, true, leave_as_nan);
+}
 Tensor Lab::in_place(const std::string& name, Shape shape, double deviation, int64_t row_gap) {
   return add(name, dtype_, shape, row_gap, true, random_values(name, deviation));
 }

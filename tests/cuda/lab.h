@@ -26,6 +26,7 @@ class Lab {
   // Results. Overwritten ones start as NaN, accumulated ones and those that an op works on in place as an input.
   Tensor output(const std::string& name, Shape shape, int64_t row_gap = 0);
   Tensor statistics(const std::string& name, Shape shape);
+  Tensor output_integers(const std::string& name, Shape shape);
   Tensor in_place(const std::string& name, Shape shape, double deviation = 1.0, int64_t row_gap = 0);
   Tensor accumulated(const std::string& name, Shape shape);
   Tensor accumulated_wide(const std::string& name, const std::vector<double>& values);
