@@ -170,7 +170,7 @@ int run_command(const ImportHfArguments& arguments, Console& console) {
   ProgressBar progress(console, "import", 0, "", ProgressBar::Unit::kBytes);
   const std::vector<std::string> notices =
       import_hf(arguments.directory, arguments.out, git_hash(), [&](int64_t bytes) { progress.add(bytes); });
-  for (const std::string& notice : notices) console.info(notice);
+  for (const std::string& notice : notices) console.warning(notice);
   console.info("imported " + arguments.directory + " as " + arguments.out);
   return kExitSuccess;
 }

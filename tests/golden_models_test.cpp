@@ -19,7 +19,7 @@
 #include "kernels/device.h"
 #include "kernels/elementwise.h"
 #include "model/language_model.h"
-#include "trainer/hf_model.h"
+#include "trainer/hf_folder.h"
 #include "trainer/hf_weights.h"
 
 namespace palimpsest {
@@ -37,15 +37,15 @@ std::vector<std::string> model_folders() {
   return folders;
 }
 
-// norm(a - b) / norm(b), in f64.
-double relative_error(const std::vector<double>& a, const std::vector<float>& b) {
+// norm(a - b) / norm(b), in f64; the norm of b counts as `least` at least.
+double relative_error(const std::vector<double>& a, const std::vector<float>& b, double least = 1e-30) {
   EXPECT_EQ(a.size(), b.size());
   double difference = 0, reference = 0;
   for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
     difference += (a[i] - b[i]) * (a[i] - b[i]);
     reference += static_cast<double>(b[i]) * b[i];
   }
-  return std::sqrt(difference) / std::max(std::sqrt(reference), 1e-30);
+  return std::sqrt(difference) / std::max(std::sqrt(reference), least);
 }
 
 std::vector<double> to_doubles(const Tensor& there) {
@@ -256,13 +256,14 @@ TEST_P(GoldenModels, MatchesThePublicImplementation) {
     GTEST_SKIP() << "there is no GPU that this build can use";
   const bool rounds = GetParam().dtype == DType::kBF16;
   const std::string folder = models_directory() + "/" + GetParam().folder;
-  HfModel hf;
   try {
-    hf = read_hf_config(read_whole_file(folder + "/config.json"), GetParam().folder);
+    read_hf_config(read_whole_file(folder + "/config.json"), GetParam().folder);
   } catch (const UserError& error) {
     std::printf("SKIPPED %s\n", error.what());
     GTEST_SKIP() << error.what();
   }
+  const HfFolder source(folder);
+  const HfModel& hf = source.model;
   const nlohmann::json reference = nlohmann::json::parse(read_whole_file(folder + "/reference.json"));
   const nlohmann::json& tolerance = reference.at("tolerance");
   const SafetensorsFile values(folder + "/reference.safetensors");
@@ -271,9 +272,9 @@ TEST_P(GoldenModels, MatchesThePublicImplementation) {
   const std::vector<int32_t> tokens = read_as_i32(all_tokens, "tokens");
 
   ModelRun run(hf, GetParam().dtype, rows, row_length);
-  const SafetensorsFolder weights_folder(folder);
-  const HfWeights weights(weights_folder, hf, run.registry());
-  EXPECT_TRUE(weights.unknown().empty());
+  const HfWeights weights(source.tensors, hf, run.registry());
+  for (const std::string& name : weights.unknown())  // the library writes a shared expert of size 0
+    EXPECT_EQ(source.tensors.find(name)->numel(), 0) << name;
   for (const CheckpointBlock& block : wanted_blocks(run.registry(), CheckpointContent::kWeights)) weights.read(block);
   run.set_tokens(tokens.data());
   check("logits", relative_error(run.logits(), read_all(values, "logits")),
@@ -282,7 +283,8 @@ TEST_P(GoldenModels, MatchesThePublicImplementation) {
         rounds ? Bf16Limits::token_loss : tolerance.at("token_loss").get<double>());
 
   // Every gradient of the mean token loss.
-  run.forward_backward();
+  // Of a gradient that is zero by its formula (a router of one expert, renormalized) both sides hold rounding noise.
+  const double noise = 1e-8 * run.forward_backward().grad_norm;
   size_t gradients_left = 0;
   for (const auto& [name, tensor] : values.tensors())
     gradients_left += name.starts_with("grad.") ? tensor.bytes.size() / 4 : 0;
@@ -301,7 +303,7 @@ TEST_P(GoldenModels, MatchesThePublicImplementation) {
     if (tolerance.contains("gradient_where_name_contains"))
       for (const auto& [part, looser] : tolerance.at("gradient_where_name_contains").items())
         if (name.find(part) != std::string::npos) limit = std::max(limit, looser.get<double>());
-    const double error = relative_error(to_doubles(parameter.grad), expected);
+    const double error = relative_error(to_doubles(parameter.grad), expected, noise / limit);
     EXPECT_LE(error, limit) << name;
     EXPECT_FALSE(std::isnan(error)) << name;
     if (error / limit > worst) {

@@ -56,7 +56,8 @@ class PublicTensors {
       }
       for (const std::string& name : place.names) usual_name_[name] = place.names[0];
     }
-    if (model.config.tie_embeddings) usual_name_["lm_head.weight"] = "model.embed_tokens.weight";
+    // The public Kimi Linear has no tied head: a copy of the embedding computes the same.
+    if (model.config.tie_embeddings && model.family == HfFamily::kKimiLinear) order_.emplace_back("lm_head.weight");
     for (auto& [name, tensor] : tensors_) check_whole(name, tensor);
   }
 
@@ -159,6 +160,13 @@ std::vector<PublicFile> kept_files(const std::string& kept) {
   return files;
 }
 
+bool has_entry(const std::vector<PublicFile>& files, std::string_view name) {
+  return std::any_of(files.begin(), files.end(), [&](const PublicFile& file) {
+    return std::any_of(file.entries.begin(), file.entries.end(),
+                       [&](const SafeEntry& entry) { return entry.name == name; });
+  });
+}
+
 // Files for a model that was born here, none larger than shard_bytes unless one tensor is.
 std::vector<PublicFile> new_files(const PublicTensors& tensors, int64_t shard_bytes) {
   std::vector<PublicFile> files(1);
@@ -210,8 +218,11 @@ void write_folder(CheckpointReader& checkpoint, const std::string& out, const Ex
   const Config saved = parse_config(checkpoint.manifest().header.config, checkpoint.folder());
   const std::optional<std::string> kept = find_kept_files(checkpoint.folder());
   HfModel model;
+  std::vector<PublicFile> files;
   if (kept) {
+    files = kept_files(*kept);
     model = read_hf_config(read_whole_file(*kept + "/config.json"), *kept + "/config.json");
+    if (has_entry(files, "lm_head.weight")) model.config.tie_embeddings = saved.model.tie_embeddings;
     check_same_model(model.config, saved, *kept);
   } else {
     model = {hf_family_of(saved.model), saved.model};
@@ -224,20 +235,19 @@ void write_folder(CheckpointReader& checkpoint, const std::string& out, const Ex
   std::optional<SafetensorsFile> unknown;
   if (kept && path_exists(*kept + "/" + kUnknownTensors)) unknown.emplace(*kept + "/" + kUnknownTensors);
   TensorSource source(checkpoint, tensors, unknown ? &*unknown : nullptr, progress);
-  std::vector<PublicFile> files = kept ? kept_files(*kept) : new_files(tensors, options.shard_bytes);
-  bool dropped = false;
+  if (!kept) files = new_files(tensors, options.shard_bytes);
+  std::vector<std::string> dropped;
   if (options.drop_unknown) {
     for (PublicFile& file : files) {
       const auto begin = std::remove_if(file.entries.begin(), file.entries.end(),
                                         [&](const SafeEntry& entry) { return !source.is_known(entry.name); });
       if (begin == file.entries.end()) continue;
-      for (auto entry = begin; entry != file.entries.end(); ++entry)
-        notices.push_back("tensor '" + entry->name + "' left out");
+      for (auto entry = begin; entry != file.entries.end(); ++entry) dropped.push_back(entry->name);
       file.entries.erase(begin, file.entries.end());
       file.header.clear();
-      dropped = true;
     }
     std::erase_if(files, [](const PublicFile& file) { return file.entries.empty(); });
+    if (!dropped.empty()) notices.push_back("left out: " + list_text(dropped));
   }
   for (PublicFile& file : files) {
     if (file.header.empty()) file.header = make_safetensors_header(file.entries, {{"format", "pt"}});
@@ -255,7 +265,7 @@ void write_folder(CheckpointReader& checkpoint, const std::string& out, const Ex
   for (const std::string& name : list_directory(*kept)) {
     if (name.ends_with(kHeaderSuffix) || name == kUnknownTensors) continue;
     const std::string content =
-        name == kIndex && dropped ? index_json(files) : read_whole_file(fmt::format("{}/{}", *kept, name));
+        name == kIndex && !dropped.empty() ? index_json(files) : read_whole_file(fmt::format("{}/{}", *kept, name));
     write_file_atomically(fmt::format("{}/{}", out, name), content);
   }
 }

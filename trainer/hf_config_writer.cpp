@@ -53,9 +53,7 @@ Wishes wishes_of(HfFamily family, const ModelConfig& config) {
           .need(!kda.full_rank_gate, "kda.full_rank_gate", "false")
           .need(!kda.negative_eigenvalues, "kda.negative_eigenvalues", "false")
           .need(kda.num_value_heads.value_or(kda.num_heads) == kda.num_heads, "kda.num_value_heads", "num_heads");
-      if (uses(config, "mla"))
-        wishes.need(config.mla.rope == RopeKind::kNone, "mla.rope", "none")
-            .need(!config.mla.q_lora_rank, "mla.q_lora_rank", "null");
+      if (uses(config, "mla")) wishes.need(config.mla.rope == RopeKind::kNone, "mla.rope", "none");
       need_sigmoid_experts(wishes, moe);
       break;
     }
@@ -69,10 +67,11 @@ Wishes wishes_of(HfFamily family, const ModelConfig& config) {
       break;
     case HfFamily::kQwen3Next:
       wishes.need(config.norm == NormWeight::kOneCentred, "norm", "one_centred")
-          .need(!config.gdn.negative_eigenvalues, "gdn.negative_eigenvalues", "false")
-          .need(attention.output_gate, "attention.output_gate", "true")
-          .need(attention.qk_norm, "attention.qk_norm", "true")
-          .need(attention.rope == RopeKind::kHalfSplit, "attention.rope", "half_split");
+          .need(!config.gdn.negative_eigenvalues, "gdn.negative_eigenvalues", "false");
+      if (uses(config, "attention"))
+        wishes.need(attention.output_gate, "attention.output_gate", "true")
+            .need(attention.qk_norm, "attention.qk_norm", "true")
+            .need(attention.rope == RopeKind::kHalfSplit, "attention.rope", "half_split");
       if (moe.num_experts > 0)
         wishes.need(moe.router == RouterScore::kSoftmax, "moe.router", "softmax")
             .need(moe.shared_gate, "moe.shared_gate", "true")
@@ -253,7 +252,7 @@ std::string hf_config_json(const HfModel& model, int64_t max_positions) {
   json.add("intermediate_size", config.mlp.intermediate_size);
   json.add("rms_norm_eps", config.norm_eps);
   json.add("initializer_range", config.initializer_range);
-  json.add_flag("tie_word_embeddings", config.tie_embeddings);
+  json.add_flag("tie_word_embeddings", config.tie_embeddings && model.family != HfFamily::kKimiLinear);
   json.add("hidden_act", "silu");
   json.add(model.family == HfFamily::kKimiLinear ? "model_max_length" : "max_position_embeddings", max_positions);
   switch (model.family) {

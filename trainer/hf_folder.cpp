@@ -74,7 +74,15 @@ bool is_hf_folder(const std::string& path) {
 
 HfFolder::HfFolder(const std::string& directory)
     : model(read_hf_config(read_whole_file(directory + "/config.json"), directory + "/config.json")),
-      tensors(directory) {}
+      tensors(directory) {
+  const SafeTensor *head = tensors.find("lm_head.weight"), *embedding = tensors.find("model.embed_tokens.weight");
+  if (!model.config.tie_embeddings || head == nullptr || embedding == nullptr) return;
+  model.config.tie_embeddings =
+      model.family != HfFamily::kKimiLinear && head->dtype == embedding->dtype &&
+      std::equal(head->bytes.begin(), head->bytes.end(), embedding->bytes.begin(), embedding->bytes.end());
+  tensors.release(head->bytes);
+  tensors.release(embedding->bytes);
+}
 
 void keep_hf_files(const HfFolder& from, const std::vector<std::string>& unknown, const std::string& to) {
   const std::string& directory = from.tensors.directory();

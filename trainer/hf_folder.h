@@ -19,7 +19,9 @@ inline constexpr const char* kHeaderSuffix = ".header";
 // Whether this is a public model's folder: config.json and safetensors.
 bool is_hf_folder(const std::string& path);
 
-// A public model's folder, opened: config read, headers checked.
+// A public model's folder, opened: config read, headers checked. Where the config ties the head but the files hold one
+// with values of its own, the files are right, as in the public library; its Kimi Linear never ties a head that is
+// there.
 struct HfFolder {
   explicit HfFolder(const std::string& directory);
   HfModel model;

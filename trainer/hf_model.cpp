@@ -119,6 +119,8 @@ void read_common(Fields& fields, ModelConfig& config) {
   fields.require(!fields.boolean("attention_bias", false), "attention_bias", "biases are not supported");
   fields.require(!fields.boolean("mlp_bias", false), "mlp_bias", "biases are not supported");
   fields.require(fields.number("attention_dropout", 0.0) == 0.0, "attention_dropout", "dropout is not supported");
+  fields.require(!fields.has("quantization_config"), "quantization_config",
+                 "quantized weights are not supported; store them as bf16, f16 or f32");
   fields.require(config.num_layers > 0, "num_hidden_layers", "must be positive");
 }
 
@@ -168,6 +170,17 @@ HfRope read_rope(Fields& fields) {
     rope.refuse_unknown_mathematics();
   }
   return result;
+}
+
+// In other families the public library rotates whole heads, whatever partial_rotary_factor says, or cannot run.
+void refuse_partial_rotation(const Fields& fields, const HfRope& rope) {
+  fields.require(rope.partial_factor.value_or(1.0) == 1.0, "partial_rotary_factor", "must be 1 in this family");
+}
+
+int64_t read_conv_size(Fields& fields, const char* key) {
+  const int64_t size = fields.integer(key, 4);
+  fields.require(size >= 1 && size <= 4, key, "must be from 1 to 4");
+  return size;
 }
 
 // layer_types: entry i is layer i from 0.
@@ -251,7 +264,7 @@ void read_kimi_experts(Fields& fields, ModelConfig& config) {
       if (kind == "dense") dense.push_back(i);
     }
   } else {
-    const int64_t first = fields.integer("first_k_dense_replace", 0), step = fields.integer("moe_layer_freq", 1);
+    const int64_t first = fields.integer("first_k_dense_replace", 1), step = fields.integer("moe_layer_freq", 1);
     fields.require(step > 0, "moe_layer_freq", "must be positive");
     for (int64_t i = 0; i < L; ++i)
       if (i < first || i % step != 0) dense.push_back(i);
@@ -266,7 +279,7 @@ void read_kimi_experts(Fields& fields, ModelConfig& config) {
   moe.num_groups = fields.integer("num_expert_group", 1);
   moe.top_groups = fields.integer("topk_group", 1);
   moe.renormalize = fields.boolean("moe_renormalize", true);
-  moe.routed_scaling_factor = fields.number("routed_scaling_factor", 1.0);
+  moe.routed_scaling_factor = fields.number("routed_scaling_factor", 2.446);
   fields.require(fields.text("moe_router_activation_func", "sigmoid") == "sigmoid", "moe_router_activation_func",
                  "only sigmoid is supported in this family");
   moe.router = RouterScore::kSigmoid;
@@ -280,13 +293,13 @@ void read_kimi(Fields& fields, ModelConfig& config) {
     Fields linear = fields.section("linear_attn_config");
     config.kda.num_heads = linear.integer("num_heads");
     config.kda.head_dim = linear.integer("head_dim");
-    config.kda.conv_size = linear.integer("short_conv_kernel_size", 4);
+    config.kda.conv_size = read_conv_size(linear, "short_conv_kernel_size");
     config.layers = read_kimi_layer_lists(linear, config.num_layers);
     linear.refuse_unknown_mathematics();
   } else {
     config.kda.num_heads = fields.integer("linear_num_heads");
     config.kda.head_dim = fields.integer("linear_head_dim");
-    config.kda.conv_size = fields.integer("linear_conv_kernel_dim", 4);
+    config.kda.conv_size = read_conv_size(fields, "linear_conv_kernel_dim");
     config.layers = read_layer_types(fields, config, "kda");
   }
   read_kimi_experts(fields, config);
@@ -296,28 +309,29 @@ void read_deepseek(Fields& fields, ModelConfig& config) {
   read_mla(fields, config.mla);
   config.layers = {"mla"};
   const HfRope rope = read_rope(fields);
+  refuse_partial_rotation(fields, rope);
   config.mla.rope_theta = rope.theta;
   config.mla.rope_scaling = rope.scaling;
   config.mla.rope = fields.boolean("rope_interleave", true) ? RopeKind::kInterleaved : RopeKind::kHalfSplit;
   MoeConfig& moe = config.moe;
   moe.num_experts = fields.integer("n_routed_experts", 0);
   read_experts(fields, moe, config.num_layers,
-               first_layers(fields.integer("first_k_dense_replace", 0), config.num_layers));
+               first_layers(fields.integer("first_k_dense_replace", 3), config.num_layers));
   for (const char* key : {"norm_topk_prob", "routed_scaling_factor"}) fields.has(key);
   if (moe.num_experts == 0) return;
   moe.experts_per_token = fields.integer("num_experts_per_tok");
   moe.shared_intermediate_size = fields.integer("n_shared_experts", 0) * moe.intermediate_size;
-  moe.num_groups = fields.integer("n_group", 1);
-  moe.top_groups = fields.integer("topk_group", 1);
+  moe.num_groups = fields.integer("n_group", 8);
+  moe.top_groups = fields.integer("topk_group", 4);
   moe.renormalize = fields.boolean("norm_topk_prob", true);
-  moe.routed_scaling_factor = fields.number("routed_scaling_factor", 1.0);
+  moe.routed_scaling_factor = fields.number("routed_scaling_factor", 2.5);
   fields.require(fields.integer("moe_layer_freq", 1) == 1, "moe_layer_freq", "must be 1");
   fields.require(fields.text("scoring_func", "sigmoid") == "sigmoid", "scoring_func", "only sigmoid is supported");
   fields.require(fields.text("topk_method", "noaux_tc") == "noaux_tc", "topk_method", "only noaux_tc is supported");
   moe.router = RouterScore::kSigmoid;
 }
 
-void read_attention(Fields& fields, ModelConfig& config) {
+HfRope read_attention(Fields& fields, ModelConfig& config) {
   config.attention.num_heads = fields.integer("num_attention_heads");
   config.attention.num_kv_heads = fields.integer("num_key_value_heads", config.attention.num_heads);
   fields.require(config.attention.num_heads > 0, "num_attention_heads", "must be positive");
@@ -326,13 +340,17 @@ void read_attention(Fields& fields, ModelConfig& config) {
   config.attention.rope = RopeKind::kHalfSplit;
   config.attention.rope_theta = rope.theta;
   config.attention.rope_scaling = rope.scaling;
-  if (rope.partial_factor)
-    config.attention.rope_dim =
-        static_cast<int64_t>(*rope.partial_factor * static_cast<double>(config.attention.head_dim));
+  return rope;
+}
+
+void read_llama(Fields& fields, ModelConfig& config) {
+  refuse_partial_rotation(fields, read_attention(fields, config));
+  config.layers = {"attention"};
 }
 
 void read_qwen3_next(Fields& fields, ModelConfig& config) {
-  read_attention(fields, config);
+  const double rotated = read_attention(fields, config).partial_factor.value_or(0.25);
+  config.attention.rope_dim = static_cast<int64_t>(rotated * static_cast<double>(config.attention.head_dim));
   config.attention.output_gate = true;
   config.attention.qk_norm = true;
   config.norm = NormWeight::kOneCentred;
@@ -340,7 +358,7 @@ void read_qwen3_next(Fields& fields, ModelConfig& config) {
   config.gdn.num_value_heads = fields.integer("linear_num_value_heads");
   config.gdn.head_dim = fields.integer("linear_key_head_dim");
   config.gdn.value_head_dim = fields.integer("linear_value_head_dim");
-  config.gdn.conv_size = fields.integer("linear_conv_kernel_dim", 4);
+  config.gdn.conv_size = read_conv_size(fields, "linear_conv_kernel_dim");
   if (fields.has("layer_types")) {
     config.layers = read_layer_types(fields, config, "gdn");
   } else {
@@ -402,13 +420,16 @@ HfModel read_hf_config(std::string_view json, const std::string& file) {
     read_qwen3_next(fields, model.config);
   } else if (type == "llama") {
     model.family = HfFamily::kLlama;
-    read_attention(fields, model.config);
-    model.config.layers = {"attention"};
+    read_llama(fields, model.config);
   } else {
     fields.unsupported("model_type", "supported are kimi_linear, deepseek_v3, qwen3_next and llama");
   }
   fields.refuse_unknown_mathematics();
-  validate(model.config);
+  try {
+    validate(model.config);
+  } catch (const UserError& error) {
+    throw_user_error(file, ": ", error.what());
+  }
   return model;
 }
 

@@ -21,8 +21,8 @@ struct HfModel {
   ModelConfig config;
 };
 
-// Reads the text of a config.json; `file` stands in messages. A model that cannot be built (yet) is a UserError
-// "file: field = value: why".
+// Reads the text of a config.json; `file` stands in messages. Fields that are absent have the values that the public
+// library gives them. A model that cannot be built is a UserError "file: field = value: why".
 HfModel read_hf_config(std::string_view json, const std::string& file);
 
 // Consecutive rows of a public tensor.

@@ -95,6 +95,7 @@ HfPlace hf_place(const HfModel& model, const ParameterSpec& parameter) {
     }
   }
   HfPlace place{.names = {name}, .shape = parameter.shape, .rows = {{0, num_rows}}};
+  if (model.config.tie_embeddings && name == "model.embed_tokens.weight") place.names.emplace_back("lm_head.weight");
   if (model.family == HfFamily::kQwen3Next) replace_in(place.names[0], ".shared_experts.", ".shared_expert.");
   if (model.family == HfFamily::kKimiLinear) {
     place.any_shape = name.ends_with(".A_log");

@@ -25,19 +25,54 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
-// Whether a tensor of this name would change what the model computes.
-bool is_inside(const std::string& name, const ModelConfig& config) {
+// The layer that a name says; -1 outside the layers.
+int64_t layer_of(const std::string& name) {
   constexpr std::string_view kLayers = "model.layers.";
-  if (name.ends_with("rotary_emb.inv_freq")) return false;  // older files store what the config says
-  if (name.starts_with("lm_head.")) return !config.tie_embeddings;
-  if (!name.starts_with(kLayers)) return name.starts_with("model.");
-  int64_t layer = 0;
-  const char* begin = name.data() + kLayers.size();
-  const auto [end, error] = std::from_chars(begin, name.data() + name.size(), layer);
-  return error != std::errc() || layer < config.num_layers;  // later ones are next-token heads
+  int64_t layer = -1;
+  if (name.starts_with(kLayers)) std::from_chars(name.data() + kLayers.size(), name.data() + name.size(), layer);
+  return layer;
 }
 
+// The name without the numbers of layer and expert: "model.layers.*.mlp.experts.*.up_proj.weight".
+std::string kind_of(std::string_view name) {
+  std::string kind;
+  while (!name.empty()) {
+    const std::string_view part = name.substr(0, std::min(name.find('.'), name.size() - 1) + 1);
+    const bool number =
+        part.find_first_not_of("0123456789") == part.size() - 1 && part.ends_with('.') && part.size() > 1;
+    kind += number ? "*." : part;
+    name.remove_prefix(part.size());
+  }
+  return kind;
+}
+
+// The kinds of tensor that a model has, to tell strangers from tensors in the wrong place.
+class KnownKinds {
+ public:
+  void add(const std::string& name) { kinds_.insert(kind_of(name)); }
+
+  // Of a known kind, or inside a module of a known kind: "x.bias" or "x.lora_A.weight" where there is "x.weight".
+  bool has(const std::string& name) const {
+    const std::string kind = kind_of(name);
+    if (kinds_.count(kind)) return true;
+    for (size_t dot = kind.find('.'); dot != std::string::npos; dot = kind.find('.', dot + 1))
+      if (kinds_.count(kind.substr(0, dot) + ".weight")) return true;
+    return false;
+  }
+
+ private:
+  std::set<std::string> kinds_;
+};
+
 }  // namespace
+
+std::string list_text(const std::vector<std::string>& names) {
+  constexpr size_t kMost = 8;
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), kMost); ++i) text += (i ? ", " : "") + names[i];
+  if (names.size() > kMost) text += " and " + std::to_string(names.size() - kMost) + " more";
+  return text;
+}
 
 void read_hf_elements(const SafeTensor& tensor, const HfPlace& place, int64_t first, std::span<float> out,
                       const std::string& where) {
@@ -57,8 +92,9 @@ void read_hf_elements(const SafeTensor& tensor, const HfPlace& place, int64_t fi
 }
 
 HfWeights::HfWeights(const SafetensorsFolder& folder, const HfModel& model, const ParameterRegistry& registry)
-    : folder_(folder) {
+    : folder_(folder), num_layers_(model.config.num_layers) {
   std::set<std::string> used;
+  KnownKinds known;
   for (const Parameter& parameter : registry.parameters()) {
     Source source{.place = hf_place(model, parameter.spec)};
     const std::vector<std::string>& names = source.place.names;
@@ -72,14 +108,30 @@ HfWeights::HfWeights(const SafetensorsFolder& folder, const HfModel& model, cons
       throw_user_error(source.where, " is ", shape_text(source.tensor->shape), ", the config needs ",
                        source.place.shape.str());
     used.insert(*name);
+    for (const std::string& spelling : names) known.add(spelling);
     sources_.emplace(parameter.spec.name, std::move(source));
   }
+  if (model.config.tie_embeddings) used.insert("lm_head.weight");  // the embedding once more (trainer/hf_folder.h)
   for (const std::string& name : folder.names()) {
     if (used.count(name)) continue;
-    if (is_inside(name, model.config))
-      throw_user_error(folder.directory(), ": tensor '", name, "' has no place in this model");
+    // Layers behind the last are next-token heads; the public library writes a shared expert of size 0.
+    if (layer_of(name) < num_layers_ && folder.find(name)->numel() > 0 && known.has(name))
+      throw_user_error(folder.directory(), ": tensor '", name, "' has no place in the model of config.json");
     unknown_.push_back(name);
   }
+}
+
+std::vector<std::string> HfWeights::notices() const {
+  std::vector<std::string> inside, others, lines;
+  for (const std::string& name : unknown_) {
+    const int64_t layer = layer_of(name);
+    (layer >= 0 && layer < num_layers_ ? inside : others).push_back(name);
+  }
+  if (!inside.empty())
+    lines.push_back("tensors in the model's layers that it has no use for (export gives them back): " +
+                    list_text(inside));
+  if (!others.empty()) lines.push_back("tensors without a meaning here (export gives them back): " + list_text(others));
+  return lines;
 }
 
 const HfWeights::Source& HfWeights::source_of(const std::string& parameter) const {

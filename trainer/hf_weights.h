@@ -19,10 +19,14 @@ namespace palimpsest {
 void read_hf_elements(const SafeTensor& tensor, const HfPlace& place, int64_t first, std::span<float> out,
                       const std::string& where);
 
+// Names for a message: "a, b and 7 more".
+std::string list_text(const std::vector<std::string>& names);
+
 class HfWeights {
  public:
   // Finds every parameter of the registry in the folder, which must outlive this. Throws a UserError that names a
-  // missing or wrongly shaped tensor, or one that the model has no use for though its name puts it inside the model.
+  // missing or wrongly shaped tensor, or one that the config has no place for though it is of a kind that the model
+  // has (an expert too many) or adds to what one of its tensors does (a bias).
   HfWeights(const SafetensorsFolder& folder, const HfModel& model, const ParameterRegistry& registry);
 
   // Elements of a parameter. Nothing of the file stays in memory.
@@ -32,6 +36,8 @@ class HfWeights {
 
   // Tensors without a meaning here, such as those of a next-token head: kept for the way back.
   const std::vector<std::string>& unknown() const { return unknown_; }
+  // What a user should know of them: a line on those inside the model's layers, one on the others.
+  std::vector<std::string> notices() const;
 
  private:
   struct Source {
@@ -44,6 +50,7 @@ class HfWeights {
   const SafetensorsFolder& folder_;
   std::map<std::string, Source> sources_;  // by parameter
   std::vector<std::string> unknown_;
+  int64_t num_layers_;
 };
 
 }  // namespace palimpsest

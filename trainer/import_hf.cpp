@@ -1,28 +1,26 @@
 #include "trainer/import_hf.h"
 
+#include <algorithm>
+#include <array>
 #include <span>
+#include <utility>
 
 #include "data/file_ops.h"
 #include "kernels/check.h"
 #include "model/language_model.h"
 #include "trainer/checkpoint_folder.h"
 #include "trainer/checkpoint_writer.h"
+#include "trainer/config.h"
 #include "trainer/hf_folder.h"
 
 namespace palimpsest {
 
-Config config_of(const HfModel& model, const std::string& directory) {
-  Config config;
-  config.run.dir = "runs/imported";
-  config.model = model.config;
-  config.data.tokenizer = directory + "/tokenizer.model";
-  for (const char* name : {"tokenizer.model", "tokenizer.json", "tiktoken.model"}) {
-    if (!path_exists(directory + "/" + name)) continue;
-    config.data.tokenizer = directory + "/" + name;
-    break;
-  }
-  return config;
-}
+namespace {
+
+// Of several that a folder may hold, the public library takes tokenizer.json, which knows the added tokens too.
+constexpr std::array kTokenizers = {"tokenizer.json", "tokenizer.model", "tiktoken.model"};
+
+}  // namespace
 
 std::vector<std::string> import_hf(const std::string& directory, const std::string& out, const std::string& program,
                                    const std::function<void(int64_t bytes)>& progress) {
@@ -33,7 +31,14 @@ std::vector<std::string> import_hf(const std::string& directory, const std::stri
   const LanguageModel language_model(source.model.config, registry);
   const HfWeights weights(source.tensors, source.model, registry);
 
-  const std::string yaml = to_yaml(config_of(source.model, directory));
+  const auto* const tokenizer = std::find_if(kTokenizers.begin(), kTokenizers.end(),
+                                             [&](const char* name) { return path_exists(directory + "/" + name); });
+  Config config;
+  config.run.dir = "runs/imported";
+  config.model = source.model.config;
+  config.data.tokenizer =
+      folder + "/" + kKeptFolder + "/" + (tokenizer != kTokenizers.end() ? *tokenizer : kTokenizers[0]);
+  const std::string yaml = to_yaml(config);
   CheckpointHeader header;
   header.config = yaml;
   header.program = program;
@@ -56,8 +61,10 @@ std::vector<std::string> import_hf(const std::string& directory, const std::stri
     keep_hf_files(source, weights.unknown(), partial + "/" + kKeptFolder);
     write_file_atomically(partial + "/config.yaml", yaml);
   });
-  for (const std::string& name : weights.unknown())
-    notices.push_back("tensor '" + name + "' has no meaning here; it is kept for export");
+  for (std::string& notice : weights.notices()) notices.push_back(std::move(notice));
+  if (tokenizer == kTokenizers.end())
+    notices.push_back(directory +
+                      " holds none of tokenizer.json, tokenizer.model and tiktoken.model: set data.tokenizer");
   return notices;
 }
 

@@ -7,7 +7,6 @@
 #include "trainer/checkpoint_folder.h"
 #include "trainer/checkpoint_reader.h"
 #include "trainer/hf_folder.h"
-#include "trainer/import_hf.h"
 #include "trainer/run_setup.h"
 
 namespace palimpsest {
@@ -122,7 +121,8 @@ void use_other_weights(const Config& config, Workbench& bench, Console& console)
 // Weights straight from a public model's folder.
 void use_hf_weights(const std::string& path, const Config& config, Workbench& bench, Console& console) {
   const HfFolder folder(path);
-  const Config imported = config_of(folder.model, path);
+  Config imported = config;
+  imported.model = folder.model.config;
   if (const std::string other = model_differences(imported, config); !other.empty())
     throw_user_error(path, " is another model: ", other, "; set these as they are there");
   const HfWeights weights(folder.tensors, folder.model, bench.registry());
@@ -134,6 +134,7 @@ void use_hf_weights(const std::string& path, const Config& config, Workbench& be
     weights.read(block);
     progress.add(block.tensor.bytes());
   }
+  for (const std::string& notice : weights.notices()) console.warning(notice);
   console.info("weights from " + path);
 }
 

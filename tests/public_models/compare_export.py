@@ -5,6 +5,7 @@ usage: compare_export.py PALIMPSEST GOLDEN_MODELS
 
 Every folder of GOLDEN_MODELS is imported, trained for three steps and exported. Then the library, in f32, and `score`
 give the log-probability of every token; the norm of the difference over the norm of the library's is at most 2e-5.
+Weights that came in bf16 go out rounded: of those `score` reads what was exported.
 Exits with 77 and a message where the library is missing.
 """
 import json
@@ -51,7 +52,8 @@ def write_shard(folder, documents, vocab_size):
 def compare(palimpsest, golden, name, work):
     source, imported = f"{golden}/{name}", f"{work}/{name}.checkpoint"
     with open(f"{source}/config.json", encoding="utf-8") as file:
-        vocab_size = json.load(file)["vocab_size"]
+        public_config = json.load(file)
+    vocab_size = public_config["vocab_size"]
     generator = np.random.default_rng(len(name))
     documents = [np.concatenate([[1], generator.integers(3, vocab_size, length), [2]]) for length in LENGTHS]
     write_shard(f"{work}/{name}.held_out", documents, vocab_size)
@@ -62,9 +64,10 @@ def compare(palimpsest, golden, name, work):
     common = ["data.tokenizer=none.model", f"data.sequence_length={ROW}", "device=cpu", "hardware.peak_tflops=1"]
     run(palimpsest, "train", config, f"from={imported}", f"run.dir={trained}", f"data.train={work}/{name}.train",
         "train.steps=3", "train.sequences_per_step=4", "train.micro_batch=4", "optimizer.lr=1e-3", *common)
-    run(palimpsest, "score", config, f"from={trained}", "--tokens", f"{work}/{name}.held_out", "--out",
-        f"{work}/{name}.h5", *common)
     run(palimpsest, "export", "hf", trained, exported)
+    scored = trained if public_config.get("dtype", public_config.get("torch_dtype")) == "float32" else exported
+    run(palimpsest, "score", config, f"from={scored}", "--tokens", f"{work}/{name}.held_out", "--out",
+        f"{work}/{name}.h5", *common)
 
     with h5py.File(f"{work}/{name}.h5") as file:
         got = file["logprob"][:].astype(np.float64)

@@ -1,17 +1,14 @@
-// Public models in and out: round trips, what is kept, what is refused, memory, training from them.
-#include <gtest/gtest.h>
-
+// Public models in and out: round trips, what is kept, models that were born here, memory, training from them.
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "data/safetensors.h"
 #include "data/shards.h"
-#include "tests/support/files.h"
 #include "tests/support/moe_config.h"
 #include "tests/support/program.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tiny_run.h"
 #include "tests/support/training.h"
+#include "tests/trainer/hf_fixture.h"
 #include "trainer/checkpoint_merge.h"
 #include "trainer/checkpoint_reader.h"
 #include "trainer/checkpoint_writer.h"
@@ -25,33 +22,13 @@
 namespace palimpsest {
 namespace {
 
+using hf_test::changed_config;
+using hf_test::error_of;
+using hf_test::expect_equal_tensors;
+using hf_test::golden;
 using support::read_file;
 using support::TempDirectory;
 using support::write_file;
-
-std::string golden(const std::string& name) {
-  return std::string(PALIMPSEST_SOURCE_DIR) + "/tests/golden/models/" + name;
-}
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return {};
-}
-
-void expect_equal_tensors(const std::string& got, const std::string& expected) {
-  const SafetensorsFolder a(got), b(expected);
-  ASSERT_EQ(a.names(), b.names());
-  for (const std::string& name : b.names()) {
-    const SafeTensor &x = *a.find(name), &y = *b.find(name);
-    EXPECT_EQ(x.dtype, y.dtype) << name;
-    EXPECT_EQ(x.shape, y.shape) << name;
-    EXPECT_TRUE(std::equal(x.bytes.begin(), x.bytes.end(), y.bytes.begin(), y.bytes.end())) << name;
-  }
-}
 
 // A golden model with its weights in another type, a next-token head, a tokenizer, in two files.
 void write_published(const std::string& name, SafeDType dtype, const std::string& directory) {
@@ -96,8 +73,8 @@ TEST_P(HfRoundTrip, GivesEveryFileBack) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, HfRoundTrip,
-                         testing::Values("kimi_linear_dense", "kimi_linear_moe", "deepseek_v3_moe", "qwen3_next_dense",
-                                         "qwen3_next_moe", "llama_gqa", "llama_llama3"),
+                         testing::Values("kimi_linear_dense", "kimi_linear_moe", "deepseek_v3_moe", "deepseek_v3_tied",
+                                         "qwen3_next_dense", "qwen3_next_moe", "llama_gqa", "llama_llama3"),
                          [](const auto& info) { return info.param; });
 
 TEST(HfExport, KeepsTypesShardsOtherFilesAndTensorsWithoutAMeaning) {
@@ -262,80 +239,20 @@ TEST(HfExport, OfAModelThatNoFamilyHasNamesTheField) {
   EXPECT_NE(error_of([&] { hf_family_of(config.model); }).find("model.norm must be one_centred"), std::string::npos);
 }
 
-// ---- what is refused ------------------------------------------------------------------------------------------------
-
-std::string changed_config(const std::string& name, const std::function<void(nlohmann::json&)>& change) {
-  nlohmann::json json = nlohmann::json::parse(read_file(golden(name) + "/config.json"));
-  change(json);
-  return json.dump();
-}
-
-TEST(HfConfig, AnyOtherRotaryScalingIsRefusedByName) {
-  for (const char* kind : {"linear", "dynamic", "longrope", "proportional"}) {
-    const std::string text =
-        changed_config("llama_gqa", [&](auto& json) { json["rope_parameters"]["rope_type"] = kind; });
-    const std::string error = error_of([&] { read_hf_config(text, "config.json"); });
-    EXPECT_NE(error.find(std::string("rope_parameters.rope_type = \"") + kind + "\": supported are default, yarn"),
-              std::string::npos)
-        << error;
-  }
-  // The older spelling.
-  const std::string text = changed_config("llama_gqa", [](auto& json) {
-    json.erase("rope_parameters");
-    json["rope_scaling"] = {{"type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 32}};
-    json["rope_theta"] = 5000.0;
-  });
-  const AttentionConfig attention = read_hf_config(text, "config.json").config.attention;
-  EXPECT_EQ(attention.rope_scaling.kind, RopeScalingKind::kYarn);
-  EXPECT_EQ(attention.rope_scaling.factor, 4.0);
-  EXPECT_EQ(attention.rope_scaling.original_max_positions, 32);
-  EXPECT_EQ(attention.rope_theta, 5000.0);
-}
-
-TEST(HfConfig, ExpertsInBothSpellingsOfKimi) {
-  const std::string first = changed_config("kimi_linear_moe", [](auto& json) {
-    json.erase("mlp_layer_types");
-    json["first_k_dense_replace"] = 1;
-    json["moe_layer_freq"] = 1;
-  });
-  const MoeConfig a = read_hf_config(first, "config.json").config.moe,
-                  b = read_hf_config(read_file(golden("kimi_linear_moe") + "/config.json"), "config.json").config.moe;
-  EXPECT_EQ(a.dense_layers, b.dense_layers);
-  EXPECT_EQ(a.num_experts, 8);
-  EXPECT_EQ(b.shared_intermediate_size, 48);
-  EXPECT_EQ(b.routed_scaling_factor, 2.446);
-  EXPECT_EQ(read_hf_config(read_file(golden("kimi_linear_dense") + "/config.json"), "c").config.moe.num_experts, 0);
-}
-
-TEST(HfConfig, UnknownRoutersAreRefused) {
-  const std::string softmax =
-      changed_config("kimi_linear_moe", [](auto& json) { json["moe_router_activation_func"] = "softmax"; });
-  EXPECT_NE(error_of([&] { read_hf_config(softmax, "config.json"); }).find("moe_router_activation_func"),
-            std::string::npos);
-  const std::string method = changed_config("deepseek_v3_moe", [](auto& json) { json["topk_method"] = "greedy"; });
-  EXPECT_NE(error_of([&] { read_hf_config(method, "config.json"); }).find("topk_method"), std::string::npos);
-}
-
-TEST(HfImport, ATensorInsideTheModelThatItHasNoUseForIsRefused) {
+TEST(HfExport, ATiedHeadOfKimiLinearGoesOutAsATensorOfItsOwn) {
   const TempDirectory root;
-  create_directories(root / "model");
-  write_file((root / "model") + "/config.json", read_file(golden("llama_gqa") + "/config.json"));
-  const SafetensorsFile source(golden("llama_gqa") + "/model.safetensors");
-  std::vector<NamedSafeTensor> tensors;
-  for (const auto& [name, tensor] : source.tensors()) tensors.push_back({name, tensor});
-  const SafeTensor bias = {SafeDType::kF32, {64}, source.tensors().at("model.norm.weight").bytes};
-  tensors.push_back({"model.layers.1.self_attn.q_proj.bias", bias});
-  write_safetensors((root / "model") + "/model.safetensors", tensors, {});
-  EXPECT_NE(error_of([&] {
-              import_hf(root / "model", root / "out", "test");
-            }).find("'model.layers.1.self_attn.q_proj.bias' has no place in this model"),
-            std::string::npos);
-  EXPECT_FALSE(path_exists(root / "out"));
-  tensors.back().name = "model.layers.2.embed_tokens.weight";  // a next-token layer
-  write_safetensors((root / "model") + "/model.safetensors", tensors, {});
-  EXPECT_EQ(import_hf(root / "model", root / "out", "test").size(), 1u);
-  EXPECT_NE(error_of([&] { import_hf(root / "model", root / "out", "test"); }).find("already exists"),
-            std::string::npos);
+  Config config = born("kimi_linear");
+  config.model.tie_embeddings = true;
+  support::TinyRun run(config, 8);
+  CheckpointHeader header;
+  header.config = to_yaml(config);
+  write_checkpoint(root / "checkpoint", header, owned_blocks(run.registry(), CheckpointContent::kWeights));
+  export_hf(root / "checkpoint", root / "out", {});
+  const HfFolder folder(root / "out");
+  EXPECT_FALSE(folder.model.config.tie_embeddings);
+  const SafeTensor &head = *folder.tensors.find("lm_head.weight"),
+                   &embedding = *folder.tensors.find("model.embed_tokens.weight");
+  EXPECT_TRUE(std::equal(head.bytes.begin(), head.bytes.end(), embedding.bytes.begin(), embedding.bytes.end()));
 }
 
 TEST(HfExport, OfACheckpointThatIsAnotherModelThanWasImportedIsRefused) {
