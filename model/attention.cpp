@@ -1,6 +1,7 @@
 #include "model/attention.h"
 
 #include <cmath>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -75,11 +76,11 @@ Tensor Attention::gate_columns(const Tensor& proj) const {
       .split_columns(num_heads_, head_dim_);
 }
 
-Tensor Attention::gathered_keys(const Tensor& rows) const {
+Tensor Attention::passed_keys(const Tensor& rows) const {
   return rows.columns(0, num_kv_heads_ * head_dim_).split_columns(num_kv_heads_, head_dim_);
 }
 
-Tensor Attention::gathered_values(const Tensor& rows) const {
+Tensor Attention::passed_values(const Tensor& rows) const {
   return rows.columns(num_kv_heads_ * head_dim_, num_kv_heads_ * head_dim_).split_columns(num_kv_heads_, head_dim_);
 }
 
@@ -110,17 +111,20 @@ std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequ
   // 4. attention
   saved->o = keep.allocate(context.dtype, {N, H, d});
   saved->lse = keep.allocate(o_proj_->value.dtype() == DType::kF64 ? DType::kF64 : DType::kF32, {N, H});
-  attention_forward(stream, saved->o, saved->lse, saved->q, saved->k, v_columns(saved->proj), scale_,
-                    sequence.documents, sequence.documents);
-  if (sequence.crossings.cut()) {
+  {
     Arena::Scope inner(stream.scratch());
-    const Tensor kv =
-        gather_rows(context, sequence, {saved->k.merge_columns(), v_columns(saved->proj).merge_columns()});
-    for_each_prefix_block(context, sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
-      attention_prefix_forward(stream, saved->o.rows(first, length), saved->lse.rows(first, length),
-                               saved->q.rows(first, length), gathered_keys(kv.rows(row, count)),
-                               gathered_values(kv.rows(row, count)), scale_);
-    });
+    std::optional<PassedRows> passed;  // under way during the attention to own keys
+    if (sequence.crossings.cut())
+      passed.emplace(context, sequence, std::vector{saved->k.merge_columns(), v_columns(saved->proj).merge_columns()});
+    attention_forward(stream, saved->o, saved->lse, saved->q, saved->k, v_columns(saved->proj), scale_,
+                      sequence.documents, sequence.documents);
+    if (passed)
+      passed->for_each_block([&](const EarlierRows& earlier) {
+        const int64_t first = earlier.first, length = earlier.length;
+        attention_prefix_forward(stream, saved->o.rows(first, length), saved->lse.rows(first, length),
+                                 saved->q.rows(first, length), passed_keys(earlier.rows), passed_values(earlier.rows),
+                                 scale_);
+      });
   }
   if (!y.defined()) return saved;
   // 5. output gate
@@ -156,37 +160,41 @@ void Attention::backward(Context& context, const Sequence& sequence, const Saved
   // 4.
   const Tensor dq = q_norm_ ? scratch.allocate(context.dtype, {N, H, d}) : q_columns(d_proj);
   const Tensor dk = k_norm_ ? scratch.allocate(context.dtype, {N, HKV, d}) : k_columns(d_proj);
-  attention_backward(stream,
-                     {.dq = dq,
-                      .dk = dk,
-                      .dv = v_columns(d_proj),
-                      .d_o = d_o,
-                      .q = saved.q,
-                      .k = saved.k,
-                      .v = v_columns(saved.proj),
-                      .o = saved.o,
-                      .lse = saved.lse,
-                      .scale = scale_},
-                     sequence.documents);
-  if (sequence.crossings.cut()) {
+  {
     Arena::Scope inner(scratch);
-    const Tensor kv = gather_rows(context, sequence, {saved.k.merge_columns(), v_columns(saved.proj).merge_columns()});
-    const Tensor d_kv = allocate_row_gradients(context, kv);
-    for_each_prefix_block(context, sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
-      attention_prefix_backward(stream, {.dq = dq.rows(first, length),
-                                         .dk = gathered_keys(d_kv.rows(row, count)),
-                                         .dv = gathered_values(d_kv.rows(row, count)),
-                                         .d_o = d_o.rows(first, length),
-                                         .q = saved.q.rows(first, length),
-                                         .k = gathered_keys(kv.rows(row, count)),
-                                         .v = gathered_values(kv.rows(row, count)),
-                                         .o = saved.o.rows(first, length),
-                                         .lse = saved.lse.rows(first, length),
-                                         .scale = scale_});
-    });
-    const Tensor d_own = scatter_row_gradients(context, sequence, d_kv);
-    add(stream, dk, dk, gathered_keys(d_own));
-    add(stream, v_columns(d_proj), v_columns(d_proj), gathered_values(d_own));
+    std::optional<PassedRows> passed;
+    if (sequence.crossings.cut())
+      passed.emplace(context, sequence, std::vector{saved.k.merge_columns(), v_columns(saved.proj).merge_columns()},
+                     PassedRows::Gradients::kYes);
+    attention_backward(stream,
+                       {.dq = dq,
+                        .dk = dk,
+                        .dv = v_columns(d_proj),
+                        .d_o = d_o,
+                        .q = saved.q,
+                        .k = saved.k,
+                        .v = v_columns(saved.proj),
+                        .o = saved.o,
+                        .lse = saved.lse,
+                        .scale = scale_},
+                       sequence.documents);
+    if (passed) {
+      passed->for_each_block([&](const EarlierRows& earlier) {
+        const int64_t first = earlier.first, length = earlier.length;
+        attention_prefix_backward(stream, {.dq = dq.rows(first, length),
+                                           .dk = passed_keys(earlier.d_rows),
+                                           .dv = passed_values(earlier.d_rows),
+                                           .d_o = d_o.rows(first, length),
+                                           .q = saved.q.rows(first, length),
+                                           .k = passed_keys(earlier.rows),
+                                           .v = passed_values(earlier.rows),
+                                           .o = saved.o.rows(first, length),
+                                           .lse = saved.lse.rows(first, length),
+                                           .scale = scale_});
+      });
+      add(stream, dk, dk, passed_keys(passed->d_own()));
+      add(stream, v_columns(d_proj), v_columns(d_proj), passed_values(passed->d_own()));
+    }
   }
   // 3.
   rope_.backward(stream, dq, sequence.positions);

@@ -32,8 +32,8 @@ class Attention : public TokenMixer {
   Tensor v_columns(const Tensor& proj) const;     // [N, HKV, d]
   Tensor gate_columns(const Tensor& proj) const;  // [N, H, d]; absent without output gate
   // Rows [n, 2*HKV*d] of keys and values from other sequence ranks, as heads [n, HKV, d].
-  Tensor gathered_keys(const Tensor& rows) const;
-  Tensor gathered_values(const Tensor& rows) const;
+  Tensor passed_keys(const Tensor& rows) const;
+  Tensor passed_values(const Tensor& rows) const;
   // Normalises x [N, h, d] into a new tensor of `arena` when the layer has q/k norms, else x itself.
   Tensor normalise(Context& context, Arena& arena, const Tensor& x, const Parameter* norm, Tensor& rstd) const;
 

@@ -1,6 +1,7 @@
 #include "model/mla.h"
 
 #include <cmath>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -9,7 +10,6 @@
 #include "kernels/linear.h"
 #include "kernels/mla_heads.h"
 #include "kernels/rms_norm.h"
-#include "model/sequence_attention.h"
 
 namespace palimpsest {
 
@@ -126,9 +126,10 @@ std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, 
   // 6. attention
   saved->o = keep.allocate(context.dtype, {N, H, value_dim_});
   saved->lse = keep.allocate(statistics, {N, H});
+  std::optional<PassedRows> passed;  // under way during the attention to own keys
+  if (sequence.crossings.cut()) passed.emplace(context, sequence, std::vector{latent, k_pe_columns(saved->proj)});
   attention_forward(stream, saved->o, saved->lse, saved->q, k, v, scale_, sequence.documents, sequence.documents);
-  if (sequence.crossings.cut())
-    attend_to_earlier_ranges(context, sequence, latent, k_pe_columns(saved->proj), saved->q, saved->o, saved->lse);
+  if (passed) attend_to_earlier_ranges(context, *passed, saved->q, saved->o, saved->lse);
   // 7. output projection
   if (y.defined()) linear_forward(stream, y, saved->o.merge_columns(), o_proj_->value, Write::kOverwrite);
   return saved;
@@ -165,6 +166,12 @@ void Mla::backward(Context& context, const Sequence& sequence, const Saved& save
     const Tensor dk = scratch.allocate(context.dtype, {N, H, dq});
     const Tensor dv = scratch.allocate(context.dtype, {N, H, value_dim_});
     mla_keys_values_forward(stream, k, v, saved.kv, k_pe_columns(saved.proj));
+    std::optional<PassedRows> passed;
+    if (sequence.crossings.cut())
+      passed.emplace(
+          context, sequence,
+          std::vector{normalised(*kv_a_norm_, latent_columns(saved.proj), saved.kv_rstd), k_pe_columns(saved.proj)},
+          PassedRows::Gradients::kYes);
     attention_backward(stream,
                        {.dq = dq_heads,
                         .dk = dk,
@@ -177,16 +184,11 @@ void Mla::backward(Context& context, const Sequence& sequence, const Saved& save
                         .lse = saved.lse,
                         .scale = scale_},
                        sequence.documents);
-    if (d_from_others.defined())
-      copy(stream, d_from_others,
-           earlier_ranges_backward(context, sequence,
-                                   {.dq = dq_heads,
-                                    .d_o = d_o,
-                                    .q = saved.q,
-                                    .o = saved.o,
-                                    .lse = saved.lse,
-                                    .latent = normalised(*kv_a_norm_, latent_columns(saved.proj), saved.kv_rstd),
-                                    .k_pe = k_pe_columns(saved.proj)}));
+    if (passed) {
+      earlier_ranges_backward(context, *passed,
+                              {.dq = dq_heads, .d_o = d_o, .q = saved.q, .o = saved.o, .lse = saved.lse});
+      copy(stream, d_from_others, passed->d_own());
+    }
     // 5.
     mla_keys_values_backward(stream, dkv, k_pe_columns(d_proj), dk, dv);
     if (d_from_others.defined())
@@ -231,29 +233,24 @@ Mla::KeysValues Mla::expand(Context& context, const Tensor& rows) const {
   return keys;
 }
 
-void Mla::attend_to_earlier_ranges(Context& context, const Sequence& sequence, const Tensor& latent, const Tensor& k_pe,
-                                   const Tensor& q, const Tensor& o, const Tensor& lse) const {
-  Arena::Scope scope(context.stream.scratch());
-  const Tensor all = gather_rows(context, sequence, {latent, k_pe});
-  for_each_prefix_block(context, sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
-    Arena::Scope inner(context.stream.scratch());
-    const auto [k, v] = expand(context, all.rows(row, count));
+void Mla::attend_to_earlier_ranges(Context& context, PassedRows& passed, const Tensor& q, const Tensor& o,
+                                   const Tensor& lse) const {
+  passed.for_each_block([&](const EarlierRows& earlier) {
+    Arena::Scope scope(context.stream.scratch());
+    const int64_t first = earlier.first, length = earlier.length;
+    const auto [k, v] = expand(context, earlier.rows);
     attention_prefix_forward(context.stream, o.rows(first, length), lse.rows(first, length), q.rows(first, length), k,
                              v, scale_);
   });
 }
 
-Tensor Mla::earlier_ranges_backward(Context& context, const Sequence& sequence,
-                                    const EarlierRangesBackward& args) const {
+void Mla::earlier_ranges_backward(Context& context, PassedRows& passed, const EarlierRangesBackward& args) const {
   Stream& stream = context.stream;
   Arena& scratch = stream.scratch();
-  const int64_t H = num_heads_;
-  const Tensor all = gather_rows(context, sequence, {args.latent, args.k_pe});
-  const Tensor d_all = allocate_row_gradients(context, all);
-  for_each_prefix_block(context, sequence, [&](int64_t first, int64_t length, int64_t row, int64_t count) {
-    Arena::Scope inner(scratch);
-    const Tensor rows = all.rows(row, count), d_rows = d_all.rows(row, count);
-    const auto [k, v] = expand(context, rows);
+  passed.for_each_block([&](const EarlierRows& earlier) {
+    Arena::Scope scope(scratch);
+    const int64_t first = earlier.first, length = earlier.length, n = earlier.rows.dim(0);
+    const auto [k, v] = expand(context, earlier.rows);
     const Tensor dk = scratch.allocate(context.dtype, k.shape());
     const Tensor dv = scratch.allocate(context.dtype, v.shape());
     fill_zero(stream, dk);
@@ -268,15 +265,15 @@ Tensor Mla::earlier_ranges_backward(Context& context, const Sequence& sequence,
                                        .o = args.o.rows(first, length),
                                        .lse = args.lse.rows(first, length),
                                        .scale = scale_});
-    const Tensor dkv = scratch.allocate(context.dtype, {count, H, nope_dim_ + value_dim_});
-    const Tensor dk_pe = scratch.allocate(context.dtype, {count, rope_dim_});
+    const Tensor dkv = scratch.allocate(context.dtype, {n, num_heads_, nope_dim_ + value_dim_});
+    const Tensor dk_pe = scratch.allocate(context.dtype, {n, rope_dim_});
     mla_keys_values_backward(stream, dkv, dk_pe, dk, dv);
-    linear_backward_weight(stream, kv_b_->grad, dkv.merge_columns(), rows.columns(0, kv_rank_));
-    linear_backward_input(stream, d_rows.columns(0, kv_rank_), dkv.merge_columns(), kv_b_->value, Write::kAccumulate);
-    const Tensor d_shared = d_rows.columns(kv_rank_, rope_dim_);
+    linear_backward_weight(stream, kv_b_->grad, dkv.merge_columns(), earlier.rows.columns(0, kv_rank_));
+    linear_backward_input(stream, earlier.d_rows.columns(0, kv_rank_), dkv.merge_columns(), kv_b_->value,
+                          Write::kAccumulate);
+    const Tensor d_shared = earlier.d_rows.columns(kv_rank_, rope_dim_);
     add(stream, d_shared, d_shared, dk_pe);
   });
-  return scatter_row_gradients(context, sequence, d_all);
 }
 
 double Mla::flops_per_token(int64_t row_length) const {

@@ -11,6 +11,7 @@
 #include "model/layer.h"
 #include "model/parameters.h"
 #include "model/rope.h"
+#include "model/sequence_attention.h"
 
 namespace palimpsest {
 
@@ -36,18 +37,16 @@ class Mla : public TokenMixer {
   // rstd [N]).
   Tensor queries(Context& context, Arena& arena, const Tensor& proj, const Tensor& rstd) const;
 
-  // Where sequence ranks cut the rows: attention to the earlier ranges of this rank's documents, whose latents are
-  // gathered and expanded block by block. Forward takes the normalised latent [N, r] and completes o and lse; backward
-  // completes dq and gives the gradients [N, r + dr] of this rank's latent and shared key through other ranks' queries.
-  void attend_to_earlier_ranges(Context& context, const Sequence& sequence, const Tensor& latent, const Tensor& k_pe,
-                                const Tensor& q, const Tensor& o, const Tensor& lse) const;
+  // Where sequence ranks cut the rows: attention to the earlier ranges of this rank's documents, whose normalised
+  // latents and shared keys are passed and expanded block by block. Forward completes o and lse, backward dq.
+  void attend_to_earlier_ranges(Context& context, PassedRows& passed, const Tensor& q, const Tensor& o,
+                                const Tensor& lse) const;
   struct EarlierRangesBackward {
     Tensor dq, d_o, q, o;  // [N, H, .]
     Tensor lse;            // [N, H]
-    Tensor latent, k_pe;   // [N, r], [N, dr]
   };
-  Tensor earlier_ranges_backward(Context& context, const Sequence& sequence, const EarlierRangesBackward& args) const;
-  // Keys [n, H, dq] and values [n, H, dv] of gathered rows [n, r + dr], in scratch memory.
+  void earlier_ranges_backward(Context& context, PassedRows& passed, const EarlierRangesBackward& args) const;
+  // Keys [n, H, dq] and values [n, H, dv] of passed rows [n, r + dr], in scratch memory.
   struct KeysValues {
     Tensor k, v;
   };

@@ -58,6 +58,15 @@ std::unique_ptr<Pending> Communicator::start_reduce_scatter(Stream& stream, Tens
   return launch_reduce_scatter(out, in);
 }
 
+std::unique_ptr<Pending> Communicator::start_send_receive(Stream& stream, const Tensor& out, int64_t to, Tensor in,
+                                                          int64_t from) {
+  CHECK(to < size_ && from < size_ && to != rank_ && from != rank_, "send to ", to, ", receive from ", from,
+        " on rank ", rank_, " of ", size_);
+  if (to >= 0) bytes_sent_ += out.bytes();
+  if (stream.is_planning() || (to < 0 && from < 0)) return std::make_unique<Done>();
+  return launch_send_receive(out, to, in, from);
+}
+
 void Communicator::all_reduce(Stream& stream, Tensor x, ReduceOp op) {
   start_all_reduce(stream, x, op)->wait();
 }
@@ -79,11 +88,7 @@ void Communicator::broadcast(Stream& stream, Tensor x, int64_t root) {
 }
 
 void Communicator::send_receive(Stream& stream, const Tensor& out, int64_t to, Tensor in, int64_t from) {
-  CHECK(to < size_ && from < size_ && to != rank_ && from != rank_, "send to ", to, ", receive from ", from,
-        " on rank ", rank_, " of ", size_);
-  if (to >= 0) bytes_sent_ += out.bytes();
-  if (stream.is_planning() || (to < 0 && from < 0)) return;
-  launch_send_receive(out, to, in, from)->wait();
+  start_send_receive(stream, out, to, in, from)->wait();
 }
 
 void Communicator::barrier(Stream& stream) {

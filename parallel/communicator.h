@@ -53,6 +53,7 @@ class Communicator {
   std::unique_ptr<Pending> start_all_reduce(Stream& stream, Tensor x, ReduceOp op);
   std::unique_ptr<Pending> start_all_gather(Stream& stream, Tensor out, const Tensor& in);
   std::unique_ptr<Pending> start_reduce_scatter(Stream& stream, Tensor out, const Tensor& in);
+  std::unique_ptr<Pending> start_send_receive(Stream& stream, const Tensor& out, int64_t to, Tensor in, int64_t from);
 
   // Bytes that this rank has sent, as a ring would send them: all_gather (size - 1) parts, reduce_scatter the same,
   // all_reduce both.

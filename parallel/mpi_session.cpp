@@ -17,6 +17,25 @@
 
 namespace palimpsest {
 
+namespace {
+
+// Returns when every rank of the world is here. Blocking calls of MPI keep a core busy that a rank which is still on
+// its way may need.
+void await_all_ranks(Watchdog& watchdog) {
+  constexpr std::chrono::microseconds kNap{200};
+  const std::string world = "world";
+  const Watchdog::Guard guard(watchdog, "barrier", world);
+  MPI_Request request = MPI_REQUEST_NULL;
+  check_mpi(MPI_Ibarrier(MPI_COMM_WORLD, &request), "MPI_Ibarrier");
+  for (int done = 0;;) {
+    check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
+    if (done != 0) return;
+    std::this_thread::sleep_for(kNap);
+  }
+}
+
+}  // namespace
+
 MpiSession::MpiSession(int* argc, char*** argv) {
   int provided = 0;
   check_mpi(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided), "MPI_Init_thread");
@@ -33,6 +52,7 @@ MpiSession::~MpiSession() {
 }
 
 std::unique_ptr<Mesh> MpiSession::make_mesh(const MeshShape& shape, Watchdog& watchdog) const {
+  await_all_ranks(watchdog);
   const int64_t rank = world_rank_;
   const bool member = rank < shape.ranks();
   const int64_t tensor_rank = rank % shape.tensor;

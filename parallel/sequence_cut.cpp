@@ -5,6 +5,33 @@
 
 namespace palimpsest {
 
+std::vector<SeenPiece> Crossings::seen_on(int64_t other) const {
+  std::vector<SeenPiece> seen;
+  for (const Crossing& crossing : entering)
+    for (const DocumentPiece& piece : crossing.others) {
+      if (piece.rank != other) continue;
+      const auto before =
+          std::find_if(seen.begin(), seen.end(), [&](const SeenPiece& it) { return it.piece.first == piece.first; });
+      if (before == seen.end()) {
+        seen.push_back({piece, crossing.own.first, crossing.own.length});
+        continue;
+      }
+      CHECK(before->first_query + before->num_queries == crossing.own.first, "the queries of a piece leave a gap");
+      before->num_queries += crossing.own.length;
+    }
+  std::sort(seen.begin(), seen.end(),
+            [](const SeenPiece& a, const SeenPiece& b) { return a.piece.first < b.piece.first; });
+  return seen;
+}
+
+std::vector<DocumentPiece> Crossings::shown_to(int64_t other) const {
+  std::vector<DocumentPiece> shown;
+  for (const Crossing& crossing : leaving)
+    if (std::any_of(crossing.others.begin(), crossing.others.end(), [&](const auto& it) { return it.rank == other; }))
+      shown.push_back(crossing.own);
+  return shown;
+}
+
 SequenceCut::SequenceCut(int64_t num_rows, std::vector<int64_t> borders, SequenceLayout layout)
     : num_rows_(num_rows), borders_(std::move(borders)), layout_(layout) {
   const auto ranges = static_cast<int64_t>(borders_.size()) - 1;
@@ -98,7 +125,7 @@ SequenceCut::Part SequenceCut::part_of(int64_t rank, const Documents& whole) con
   }
   std::sort(locals.begin(), locals.end(), [](const Local& a, const Local& b) { return a.own.first < b.own.first; });
 
-  Crossings crossings{.num_ranks = num_ranks_, .num_slots = num_rows_ * ranges_of_rank(), .max_tokens = max_tokens()};
+  Crossings crossings{.num_ranks = num_ranks_, .num_slots = num_rows_ * ranges_of_rank()};
   std::vector<int64_t> offsets = {0}, entering, leaving;
   for (const auto& [own, cut_document, index] : locals) {
     const auto document = static_cast<int64_t>(offsets.size()) - 1;

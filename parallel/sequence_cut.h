@@ -28,17 +28,28 @@ struct Crossing {
   std::vector<DocumentPiece> others;  // the pieces on that side, in the order of the tokens
 };
 
+// A piece on another rank with the queries that see all of it: tokens of this rank. They are one run, since a document
+// that enters both ranges of a zig-zag fills the first.
+struct SeenPiece {
+  DocumentPiece piece;
+  int64_t first_query = 0;
+  int64_t num_queries = 0;
+};
+
 // What lies beyond the borders of one rank's ranges. At most the first document of a range has begun earlier, and at
 // most the last goes on, so a range's slot is the row of both in tensors of states.
 struct Crossings {
   int64_t num_ranks = 1;
   int64_t num_slots = 0;           // of every rank; 0: the rows are not cut
-  int64_t max_tokens = 0;          // the most that a rank has
   std::vector<Crossing> entering;  // documents that began in an earlier range, with their earlier pieces
   std::vector<Crossing> leaving;   // documents that go on in a later range, with their later pieces
 
   bool cut() const { return num_ranks > 1; }
   int64_t slot_of_all(const DocumentPiece& piece) const { return piece.rank * num_slots + piece.slot; }
+  // The pieces of another rank that this rank's tokens see, and those of this rank that another's see: each once, in
+  // the order of their rank's tokens. What one rank sees of another is what the other shows it.
+  std::vector<SeenPiece> seen_on(int64_t other) const;
+  std::vector<DocumentPiece> shown_to(int64_t other) const;
 };
 
 class SequenceCut {

@@ -95,10 +95,12 @@ PlannedLayout plan_layout(Config config, const Candidate& candidate, int64_t ran
   if (config.train.sequences_per_step % mesh.data != 0)
     throw_user_error("data must divide train.sequences_per_step = ", config.train.sequences_per_step);
   PlannedLayout planned{.mesh = mesh, .zero = candidate.zero};
-  // The first rank has the largest shards. One in the middle has neighbours on both sides.
+  // The first rank has the largest shards. One in the middle has neighbours on both sides, and the last sequence rank
+  // sends most in a zig-zag.
   rehearse_rank(planned, config, 0);
   const int64_t middle = (mesh.data / 2 * mesh.sequence + mesh.sequence / 2) * mesh.tensor + mesh.tensor / 2;
   if (mesh.sequence > 2) rehearse_rank(planned, config, middle);
+  if (mesh.sequence > 1) rehearse_rank(planned, config, (mesh.sequence - 1) * mesh.tensor);
   planned.cost = cost_of(planned, ranks_per_host);
   return planned;
 }

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "model/local_input.h"
 #include "parallel/planned_mesh.h"
 #include "tests/mpi/mesh_run.h"
 #include "tests/mpi/world.h"
@@ -39,10 +40,14 @@ TEST_P(Rehearsal, OfAPlannedRankHoldsToTheByte) {
   bench.registry().zero_optimizer(bench.stream());
   TrainStep step(bench.model(), bench.registry(), bench.context(), bench.regions().optimizer, options);
   std::vector<support::OwnedBatch> batches;
+  std::vector<LocalInput> parts;
   std::vector<ModelInput> inputs;
   for (const int64_t rows : {2, 2, 2, 1})
     batches.emplace_back(support::random_documents(std::vector<int64_t>(static_cast<size_t>(rows), 31), 53, 1));
-  for (const support::OwnedBatch& batch : batches) inputs.push_back(batch.input());
+  for (const support::OwnedBatch& batch : batches) {
+    const int64_t rows = batch.input().sequence.documents.count();
+    inputs.push_back(parts.emplace_back(batch.input(), cut_rows(*mesh, rows, 31), mesh->sequence().rank()).input());
+  }
   for (int i = 0; i < 2; ++i) {
     const SentBytes before = mesh->bytes_sent();
     EXPECT_TRUE(step.run(inputs, 210 * shape.data, 1e-3).applied);
@@ -65,6 +70,8 @@ std::vector<Case> cases() {
   std::vector<Case> all;
   for (const MeshShape& shape : {MeshShape{2, 1, 1}, MeshShape{3, 1, 1}, MeshShape{2, 1, 2}})
     for (const int64_t zero : {1, 2, 3}) all.push_back({shape, zero});
+  all.push_back({{1, 4, 1}, 1});
+  all.push_back({{1, 2, 2, SequenceLayout::kZigzag}, 3});
   return all;
 }
 

@@ -7,6 +7,7 @@
 
 #include "kernels/cross_entropy.h"
 #include "model/local_input.h"
+#include "parallel/planned_mesh.h"
 #include "tests/mpi/mesh_run.h"
 #include "tests/mpi/world.h"
 
@@ -138,9 +139,30 @@ TEST(SequenceBytes, OfDeltaRuleLayersDoNotDependOnTheLength) {
   }
   for (const char* layer : {"mla", "attention"})
     EXPECT_EQ(bytes_of_step(*mesh, layer, 1024), 16 * bytes_of_step(*mesh, layer, 64)) << layer;
-  // Latent and shared key, r + dr = 14 numbers a token: two steps gather them forward and backward and scatter their
-  // gradient, and the logits gather them once.
-  EXPECT_EQ(bytes_of_step(*mesh, "mla", 64), 7 * (3 * 16 * 14 * 4));
+  // Latent and shared key, r + dr = 14 numbers a token, to each of the later ranks: of a step forward and backward, and
+  // for logits. Gradients to each of the earlier ones. The step of documents of one token sends nothing.
+  const int64_t rank = mesh->sequence().rank();
+  EXPECT_EQ(bytes_of_step(*mesh, "mla", 64), (3 * (3 - rank) + rank) * 16 * 14 * 4);
+}
+
+// Memory for what attention passes: the rows of two ranks, however many there are.
+TEST(SequenceBytes, MemoryOfPassedRowsDoesNotGrowWithTheRanks) {
+  ModelConfig config = mpi_test::grouped_hybrid();
+  for (const SequenceLayout layout : {SequenceLayout::kContiguous, SequenceLayout::kZigzag})
+    for (const char* layer : {"mla", "attention"}) {
+      config.num_layers = 1;
+      config.layers = {layer};
+      const auto scratch = [&](int64_t ranks) {
+        const auto mesh = planned_mesh({1, ranks, 1, layout}, ranks / 2);
+        ParameterRegistry registry({}, {.rank = ranks / 2, .size = ranks});
+        const LanguageModel model(config, registry);
+        const int64_t row = 512 * ranks;
+        return rehearse_training(model, registry, Device::kCpu, DType::kF32, {.train_rows = 1, .row_length = row}, {},
+                                 *mesh)
+            .scratch;
+      };
+      EXPECT_EQ(scratch(16), scratch(4)) << layer;
+    }
 }
 
 }  // namespace

@@ -47,7 +47,6 @@ TEST(SequenceCut, ADocumentKnowsItsEarlierAndLaterPieces) {
   EXPECT_TRUE(crossings.cut());
   EXPECT_EQ(crossings.num_ranks, 2);
   EXPECT_EQ(crossings.num_slots, 4);
-  EXPECT_EQ(crossings.max_tokens, 8);
   // The second document of the first row: piece 1 of rank 0, then 2 3 and 4 5 here, then 6 7 on rank 0.
   const Crossing& second = crossings.entering[1];
   EXPECT_EQ(second.document, 1);
@@ -162,6 +161,45 @@ TEST(SequenceCut, EveryRanksPartAgreesWithAWalkOverTheTokens) {
       EXPECT_EQ(num_leaving, crossings.leaving.size());
     }
   }
+}
+
+TEST(SequenceCut, WhatOneRankSeesIsWhatTheOtherShows) {
+  for (const SequenceLayout layout : {kContiguous, kZigzag})
+    for (const std::vector<int64_t>& offsets :
+         {Ids{0, 37, 74}, Ids{0, 1, 9, 9, 37, 38, 60, 74}, Ids{0, 5, 10, 15, 20, 25, 30, 37, 70, 74}}) {
+      const SequenceCut cut = SequenceCut::even(2, 37, 4, layout);
+      const Documents whole(offsets);
+      std::vector<SequenceCut::Part> parts;
+      for (int64_t rank = 0; rank < 4; ++rank) parts.push_back(cut.part_of(rank, whole));
+      for (int64_t reader = 0; reader < 4; ++reader) {
+        // What the tokens see elsewhere, counted by hand: every earlier token of the document in another range.
+        std::vector<std::vector<int64_t>> places;
+        for (int64_t rank = 0; rank < 4; ++rank) places.push_back(cut.tokens_of(rank));
+        std::vector<std::pair<int64_t, int64_t>> expected, got;  // query, key: places in the batch
+        for (const Crossing& crossing : parts[reader].crossings.entering)
+          for (int64_t i = 0; i < crossing.own.length; ++i) {
+            const int64_t query = places[reader][crossing.own.first + i];
+            const int64_t own_begin = places[reader][crossing.own.first];
+            const int64_t begin = *(std::upper_bound(offsets.begin(), offsets.end(), query) - 1);
+            for (int64_t key = begin; key < own_begin; ++key) expected.emplace_back(query, key);
+          }
+        for (int64_t other = 0; other < 4; ++other) {
+          const std::vector<SeenPiece> seen = parts[reader].crossings.seen_on(other);
+          const std::vector<DocumentPiece> shown = parts[other].crossings.shown_to(reader);
+          ASSERT_EQ(seen.size(), shown.size());
+          for (size_t i = 0; i < seen.size(); ++i) {
+            EXPECT_EQ(seen[i].piece.first, shown[i].first);
+            EXPECT_EQ(seen[i].piece.length, shown[i].length);
+            for (int64_t query = 0; query < seen[i].num_queries; ++query)
+              for (int64_t key = 0; key < seen[i].piece.length; ++key)
+                got.emplace_back(places[reader][seen[i].first_query + query], places[other][seen[i].piece.first + key]);
+          }
+        }
+        std::sort(expected.begin(), expected.end());
+        std::sort(got.begin(), got.end());
+        EXPECT_EQ(got, expected);
+      }
+    }
 }
 
 }  // namespace

@@ -55,9 +55,17 @@ TEST_F(Ranks, EveryLayoutLogsTheNumbersOfOneRank) {
     }
     EXPECT_NEAR(lines[5].at("eval").at("held_out").at("loss"),
                 expected[5].at("eval").at("held_out").at("loss").get<double>(), 1e-9);
-    // What the rehearsal counted is what was sent.
-    for (const auto& [axis, bytes] : lines[1].at("bytes_sent").items())
-      EXPECT_EQ(support::number_behind(result.out, "  " + axis + " "), bytes.get<int64_t>()) << axis << result.out;
+    // What the rehearsal counted is what was sent. Its rows hold one document each: what of shorter ones nobody sees is
+    // not sent.
+    for (const auto& [axis, bytes] : lines[1].at("bytes_sent").items()) {
+      const int64_t counted = support::number_behind(result.out, "  " + axis + " "), sent = bytes.get<int64_t>();
+      if (axis == "sequence") {
+        EXPECT_LE(sent, counted) << result.out;
+        EXPECT_EQ(sent > 0, sequence > 1);
+      } else {
+        EXPECT_EQ(sent, counted) << axis << result.out;
+      }
+    }
   }
 }
 
