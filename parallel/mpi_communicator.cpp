@@ -1,5 +1,6 @@
 #include "parallel/mpi_communicator.h"
 
+#include <algorithm>
 #include <chrono>
 #include <climits>
 #include <cstddef>
@@ -19,19 +20,21 @@ class MpiPending : public Pending {
   MPI_Request* add_request() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
 
   // Not MPI_Waitall, which keeps a core busy that another rank of an oversubscribed machine may need in order to
-  // arrive.
+  // arrive. Naps grow with the time waited, so that they lengthen it by little and many waiting ranks cost little.
   void wait() override {
     using Clock = std::chrono::steady_clock;
     const Watchdog::Guard guard(watchdog_, operation_, axis_);
-    const auto patience = Clock::now() + kBusyWait;
-    while (!is_done())
-      if (Clock::now() > patience) std::this_thread::sleep_for(kNap);
+    const auto begin = Clock::now();
+    while (!is_done()) {
+      const auto waited = Clock::now() - begin;
+      if (waited > kBusyWait) std::this_thread::sleep_for(std::clamp<Clock::duration>(waited / 16, kNap, kLongNap));
+    }
   }
 
   void advance() override { is_done(); }
 
  private:
-  static constexpr std::chrono::microseconds kBusyWait{50}, kNap{50};
+  static constexpr std::chrono::microseconds kBusyWait{50}, kNap{50}, kLongNap{2000};
 
   bool is_done() {
     int done = 0;

@@ -22,7 +22,7 @@ namespace {
 // Returns when every rank of the world is here. Blocking calls of MPI keep a core busy that a rank which is still on
 // its way may need.
 void await_all_ranks(Watchdog& watchdog) {
-  constexpr std::chrono::microseconds kNap{200};
+  constexpr std::chrono::milliseconds kNap{1};
   const std::string world = "world";
   const Watchdog::Guard guard(watchdog, "barrier", world);
   MPI_Request request = MPI_REQUEST_NULL;
