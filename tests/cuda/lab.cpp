@@ -124,13 +124,17 @@ void expect_same_on_gpu(const std::function<void(Lab&)>& body, const Tolerance& 
   }
 }
 
+std::vector<int64_t> odd_lengths() {
+  return {1, 63, 65, 200};
+}
+
 Documents mixed_documents() {
   return Documents({0, 1, 4, 41, 41, 171, 200});
 }
 
 std::vector<Documents> odd_documents() {
   std::vector<Documents> all;
-  for (const int64_t length : {1, 63, 65, 200}) all.push_back(Documents::single(length));
+  for (const int64_t length : odd_lengths()) all.push_back(Documents::single(length));
   all.push_back(mixed_documents());
   return all;
 }

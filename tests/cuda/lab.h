@@ -63,9 +63,11 @@ struct Tolerance {
 // bit-identical, and memory around results and inputs must stay as it was. Skips without a GPU.
 void expect_same_on_gpu(const std::function<void(Lab&)>& body, const Tolerance& tolerance = {});
 
+// 1, 63, 65 and 200 tokens.
+std::vector<int64_t> odd_lengths();
 // Documents of 1, 3, 37, 0 and 130 tokens and what is left of 200.
 Documents mixed_documents();
-// One document each of 1, 63, 65 and 200 tokens, and the mixed ones.
+// One document of each odd length, and the mixed ones.
 std::vector<Documents> odd_documents();
 
 }  // namespace palimpsest::support

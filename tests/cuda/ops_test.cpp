@@ -23,18 +23,21 @@ namespace {
 using namespace support;
 
 TEST(CudaElementwise, MatchesTheCpu) {
-  for (const int64_t gap : {0, 3, 4})
-    for (const int64_t columns : {37, 256})
-      expect_same_on_gpu([=](Lab& lab) {
-        const Shape shape = {65, 3, columns};
-        const Tensor a = lab.input("a", shape, 1, gap), b = lab.input("b", shape, 1, 4 * gap);
-        add(lab.stream(), lab.output("sum", shape, gap), a, b);
-        copy(lab.stream(), lab.output("copy", shape, gap), a);
-        fill_zero(lab.stream(), lab.output("zero", shape, gap));
-        sigmoid_gate_forward(lab.stream(), lab.output("gated", shape), a, b);
-        sigmoid_gate_backward(lab.stream(), lab.output("dx", shape, gap), lab.output("dz", shape),
-                              lab.input("dy", shape), a, b);
-      });
+  for (const int64_t N : odd_lengths())
+    for (const int64_t gap : {0, 3, 4})
+      for (const int64_t columns : {37, 256})
+        expect_same_on_gpu([=](Lab& lab) {
+          const Shape shape = {N, 3, columns};
+          const Tensor a = lab.input("a", shape, 1, gap), b = lab.input("b", shape, 1, 4 * gap);
+          const Tensor sum = lab.output("sum", shape, gap), dy = lab.in_place("dy", shape);
+          add(lab.stream(), sum, a, b);
+          add(lab.stream(), sum, sum, a);
+          copy(lab.stream(), lab.output("copy", shape, gap), a);
+          fill_zero(lab.stream(), lab.output("zero", shape, gap));
+          sigmoid_gate_forward(lab.stream(), lab.output("gated", shape), a, b);
+          sigmoid_gate_backward(lab.stream(), lab.output("dx", shape, gap), lab.output("dz", shape), dy, a, b);
+          sigmoid_gate_backward(lab.stream(), dy, lab.output("dz again", shape), dy, a, b);
+        });
 }
 
 TEST(CudaLinear, MatchesTheCpu) {
@@ -78,13 +81,15 @@ TEST(CudaEmbedding, MatchesTheCpu) {
 
 TEST(CudaRmsNorm, MatchesTheCpu) {
   for (const NormWeight kind : {NormWeight::kPlain, NormWeight::kOneCentred})
-    for (const auto& [N, D, gap] : {std::tuple{200, 1024, 8}, std::tuple{63, 37, 3}, std::tuple{1, 5, 0}})
+    for (const auto& [N, D, gap] :
+         {std::tuple{200, 1024, 8}, std::tuple{65, 128, 0}, std::tuple{63, 37, 3}, std::tuple{1, 5, 0}})
       expect_same_on_gpu([=, N = N, D = D, gap = gap](Lab& lab) {
         const Shape shape = {N, D};
         const Tensor x = lab.input("x", shape, 2, gap), w = lab.weight("w", {D}), rstd = lab.statistics("rstd", {N});
         rms_norm_forward(lab.stream(), lab.output("y", shape), rstd, x, w, 1e-5, kind);
-        rms_norm_backward(lab.stream(), lab.output("dx", shape, gap), lab.accumulated("dw", {D}),
-                          lab.input("dy", shape), x, w, rstd, kind);
+        const Tensor dy = lab.in_place("dy", shape), dw = lab.accumulated("dw", {D});
+        rms_norm_backward(lab.stream(), lab.output("dx", shape, gap), dw, dy, x, w, rstd, kind);
+        rms_norm_backward(lab.stream(), dy, dw, dy, x, w, rstd, kind);
       });
 }
 
@@ -100,11 +105,11 @@ TEST(CudaRmsNorm, HeadsShareAWeight) {
 
 TEST(CudaGatedRmsNorm, MatchesTheCpu) {
   for (const GateActivation activation : {GateActivation::kSigmoid, GateActivation::kSilu})
-    for (const int64_t V : {37, 128})
-      expect_same_on_gpu([=](Lab& lab) {
-        const Shape shape = {130, 3, V};
+    for (const auto& [N, V] : {std::pair{1, 37}, std::pair{63, 128}, std::pair{65, 37}, std::pair{200, 128}})
+      expect_same_on_gpu([=, N = N, V = V](Lab& lab) {
+        const Shape shape = {N, 3, V};
         const Tensor o = lab.input("o", shape, 2), z = lab.input("z", shape, 1, 4), w = lab.weight("w", {V});
-        const Tensor rstd = lab.statistics("rstd", {130, 3});
+        const Tensor rstd = lab.statistics("rstd", {N, 3});
         gated_rms_norm_forward(lab.stream(), lab.output("y", shape, 1), rstd, o, z, w, 1e-5, activation);
         gated_rms_norm_backward(lab.stream(), lab.output("d_o", shape), lab.output("dz", shape, 4),
                                 lab.accumulated("dw", {V}), lab.input("dy", shape), o, z, w, rstd, activation);
@@ -136,38 +141,41 @@ TEST(CudaShortConv, MatchesTheCpu) {
 
 TEST(CudaRotary, MatchesTheCpu) {
   for (const RotaryPairs pairs : {RotaryPairs::kInterleaved, RotaryPairs::kHalfSplit})
-    expect_same_on_gpu([=](Lab& lab) {
-      std::vector<int64_t> positions;
-      for (int64_t i = 0; i < 65; ++i) positions.push_back(i * 1999);
-      std::vector<double> frequencies = {1.0, 0.37, 0.011};
-      const Tensor at = lab.integers("positions", positions), inv_freq(frequencies.data(), DType::kF64, {3});
-      const RotaryOptions options = {.offset = 2, .pairs = pairs, .amplitude = 1.2};
-      rotary_forward(lab.stream(), lab.in_place("x", {65, 3, 9}, 1, 3), at, inv_freq, options);
-      rotary_backward(lab.stream(), lab.in_place("dx", {65, 9}), at, inv_freq, options);
-    });
+    for (const int64_t N : odd_lengths())
+      expect_same_on_gpu([=](Lab& lab) {
+        std::vector<int64_t> positions;
+        for (int64_t i = 0; i < N; ++i) positions.push_back(i * 1999);
+        std::vector<double> frequencies = {1.0, 0.37, 0.011};
+        const Tensor at = lab.integers("positions", positions), inv_freq(frequencies.data(), DType::kF64, {3});
+        const RotaryOptions options = {.offset = 2, .pairs = pairs, .amplitude = 1.2};
+        rotary_forward(lab.stream(), lab.in_place("x", {N, 3, 9}, 1, 3), at, inv_freq, options);
+        rotary_backward(lab.stream(), lab.in_place("dx", {N, 9}), at, inv_freq, options);
+      });
 }
 
 TEST(CudaSwiglu, MatchesTheCpu) {
-  for (const int64_t F : {37, 264})
-    expect_same_on_gpu([=](Lab& lab) {
-      const Tensor gate_up = lab.input("gate_up", {65, 2 * F}, 1, 4), dh = lab.input("dh", {65, F});
-      swiglu_forward(lab.stream(), lab.output("h", {65, F}), gate_up);
-      swiglu_backward(lab.stream(), lab.output("d_gate_up", {65, 2 * F}), lab.output("h again", {65, F}, 4), dh,
-                      gate_up);
-      swiglu_backward(lab.stream(), lab.output("d_gate_up alone", {65, 2 * F}), {}, dh, gate_up);
-    });
+  for (const int64_t N : odd_lengths())
+    for (const int64_t F : {37, 264})
+      expect_same_on_gpu([=](Lab& lab) {
+        const Tensor gate_up = lab.input("gate_up", {N, 2 * F}, 1, 4), dh = lab.input("dh", {N, F});
+        swiglu_forward(lab.stream(), lab.output("h", {N, F}), gate_up);
+        swiglu_backward(lab.stream(), lab.output("d_gate_up", {N, 2 * F}), lab.output("h again", {N, F}, 4), dh,
+                        gate_up);
+        swiglu_backward(lab.stream(), lab.output("d_gate_up alone", {N, 2 * F}), {}, dh, gate_up);
+      });
 }
 
 TEST(CudaMlaHeads, MatchesTheCpu) {
-  expect_same_on_gpu([](Lab& lab) {
-    constexpr int64_t N = 65, H = 3, kNope = 20, kRope = 6, kValue = 12;
-    const Tensor kv = lab.input("kv", {N, H, kNope + kValue}, 1, 5), k_pe = lab.input("k_pe", {N, kRope}, 1, 2);
-    mla_keys_values_forward(lab.stream(), lab.output("k", {N, H, kNope + kRope}), lab.output("v", {N, H, kValue}), kv,
-                            k_pe);
-    mla_keys_values_backward(lab.stream(), lab.output("dkv", {N, H, kNope + kValue}, 1),
-                             lab.output("dk_pe", {N, kRope}, 3), lab.input("dk", {N, H, kNope + kRope}),
-                             lab.input("dv", {N, H, kValue}));
-  });
+  for (const int64_t N : odd_lengths())
+    expect_same_on_gpu([=](Lab& lab) {
+      constexpr int64_t H = 3, kNope = 20, kRope = 6, kValue = 12;
+      const Tensor kv = lab.input("kv", {N, H, kNope + kValue}, 1, 5), k_pe = lab.input("k_pe", {N, kRope}, 1, 2);
+      mla_keys_values_forward(lab.stream(), lab.output("k", {N, H, kNope + kRope}), lab.output("v", {N, H, kValue}), kv,
+                              k_pe);
+      mla_keys_values_backward(lab.stream(), lab.output("dkv", {N, H, kNope + kValue}, 1),
+                               lab.output("dk_pe", {N, kRope}, 3), lab.input("dk", {N, H, kNope + kRope}),
+                               lab.input("dv", {N, H, kValue}));
+    });
 }
 
 struct AttentionSizes {
@@ -210,16 +218,17 @@ TEST(CudaAttention, QueriesSeeEarlierKeys) {
 }
 
 TEST(CudaCrossEntropy, MatchesTheCpu) {
-  for (const int64_t vocabulary : {37, 1000})
-    expect_same_on_gpu([=](Lab& lab) {
-      constexpr int64_t N = 65, kBegin = 4;
+  for (const auto& [N, vocabulary] : {std::pair{1, 1000}, std::pair{63, 37}, std::pair{65, 1000}, std::pair{200, 37}})
+    expect_same_on_gpu([N = N, vocabulary = vocabulary](Lab& lab) {
+      constexpr int64_t kBegin = 4;
       std::vector<int64_t> ids;
       for (int64_t i = 0; i < N; ++i)
-        ids.push_back(i % 7 == 0 ? kIgnoreTarget : static_cast<int64_t>(random_bits(1, 3, i)) % (vocabulary + 8));
+        ids.push_back(i % 7 == 3 ? kIgnoreTarget : static_cast<int64_t>(random_bits(1, 3, i)) % (vocabulary + 8));
       for (int64_t& id : ids) id = id < kIgnoreTarget ? -id : id;
       const Tensor targets = lab.integers("targets", ids);
       const Tensor logits = lab.in_place("logits", {N, vocabulary}, 3, 3);
-      const Tensor stats = lab.statistics("stats", {N, 3}), merged = lab.statistics("merged", {N / 5, 3});
+      const Tensor stats = lab.statistics("stats", {N, 3}),
+                   merged = lab.statistics("merged", {N % 5 == 0 ? N / 5 : N, 3});
       cross_entropy_stats(lab.stream(), stats, logits, targets, kBegin);
       cross_entropy_merge_stats(lab.stream(), merged, stats);
       const Tensor loss = lab.statistics("loss", {N}), z = lab.statistics("z", {N});
