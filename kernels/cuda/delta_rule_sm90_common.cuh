@@ -123,6 +123,51 @@ __device__ inline T* row_of(const DeltaRows<T>& rows, int64_t token, int64_t hea
   return rows.data + token * rows.stride + head * size;
 }
 
+// Asks for kColumns numbers of each token of a chunk, whose row in shared memory begins at place(row), by the kThreads
+// threads of a block. Rows past the end are 0.
+template <int kColumns, int kThreads, class Place>
+__device__ inline void copy_token_rows(const __nv_bfloat16* rows, int64_t stride, int n, Place place) {
+  constexpr int kPieces = kColumns / 8, kRows = kThreads / kPieces;
+  const int piece = static_cast<int>(threadIdx.x) % kPieces;
+#pragma unroll
+  for (int i = 0; i < kChunk / kRows; ++i) {
+    const int row = static_cast<int>(threadIdx.x) / kPieces + i * kRows;
+    async_copy(place(row) + 16 * piece, rows + (row < n ? row : 0) * stride + 8 * piece, row < n);
+  }
+}
+
+// Eight numbers times a factor.
+__device__ inline uint4 scaled(const uint4& x, float factor) {
+  const auto pair = [&](uint32_t y) { return pack_bf16(low_of(y) * factor, high_of(y) * factor); };
+  return make_uint4(pair(x.x), pair(x.y), pair(x.z), pair(x.w));
+}
+
+// The factor of an l2 norm from the sum of squares.
+__device__ inline float l2_factor(const DeltaRuleSm90& p, float sum) {
+  return p.l2norm_qk ? reciprocal_root(sum + p.l2norm_eps) : 1.0F;
+}
+
+// From a channel's decays over each 16 rows of a chunk, [4] `stride` apart: those over all rows before block b, after
+// it, between it and the middle of the chunk, and over all.
+struct BlockDecays {
+  float before, after, middle, all;
+};
+__device__ inline BlockDecays decays_around(const float* totals, int stride, int b) {
+  const float t0 = totals[0], t1 = totals[stride], t2 = totals[2 * stride], t3 = totals[3 * stride];
+  return {b == 0   ? 1.0F
+          : b == 1 ? t0
+          : b == 2 ? t0 * t1
+                   : t0 * t1 * t2,
+          b == 3   ? 1.0F
+          : b == 2 ? t3
+          : b == 1 ? t2 * t3
+                   : t1 * t2 * t3,
+          b == 0   ? t1
+          : b == 3 ? t2
+                   : 1.0F,
+          t0 * t1 * t2 * t3};
+}
+
 // 16-byte piece of an image's row.
 __device__ inline uint32_t image_piece(int row, int piece) {
   return static_cast<uint32_t>(row * 128 + ((piece ^ (row & 7)) << 4));

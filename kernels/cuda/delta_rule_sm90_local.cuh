@@ -38,27 +38,17 @@ template <int K>
 __device__ inline void load_local_rows(const DeltaRuleSm90& p, const DeltaRuleWorkspace& w, const LocalItem& item,
                                        uint32_t base, uint32_t barrier) {
   using Layout = LocalLayout<K>;
-  const int thread = static_cast<int>(threadIdx.x), n = item.chunk.n;
-  const int64_t slot_head = item.slot * p.HV + item.head, key_head = item.head / (p.HV / p.H);
-  if (thread == 0) {
+  const int64_t slot_head = item.slot * p.HV + item.head;
+  if (threadIdx.x == 0) {
     barrier_expect(barrier, static_cast<uint32_t>(2 * kChunk * 4 + 5 * K * 4 + kChunk * 4));
     bulk_load(base + Layout::kDtBias, p.dt_bias + item.head * K, K * 4, barrier);
     bulk_load(base + Layout::kNorms, w.norms + slot_head * 2 * kChunk, 2 * kChunk * 4, barrier);
     bulk_load(base + Layout::kTotals, w.totals + slot_head * 4 * K, 4 * K * 4, barrier);
     bulk_load(base + Layout::kBeta, w.beta + slot_head * kChunk, kChunk * 4, barrier);
   }
-  const int piece = thread % (K / 8);
-  const auto copy = [&](uint32_t to, const __nv_bfloat16* rows, int64_t stride) {
-#pragma unroll
-    for (int i = 0; i < kChunk * (K / 8) / kLocalThreads; ++i) {
-      const int row = thread / (K / 8) + i * (kLocalThreads / (K / 8));
-      async_copy(to + row * Layout::kPitch + 16 * piece, rows + (row < n ? row : 0) * stride + 8 * piece, row < n);
-    }
-  };
-  const int64_t first = item.chunk.first;
-  copy(base + Layout::kQ, row_of(p.q, first, key_head, K), p.q.stride);
-  copy(base + Layout::kK, row_of(p.k, first, key_head, K), p.k.stride);
-  copy(base + Layout::kG, row_of(p.gate_logit, first, item.head, K), p.gate_logit.stride);
+  copy_local_keys<K>(p, item, base + Layout::kQ, base + Layout::kK);
+  copy_token_rows<K, kLocalThreads>(row_of(p.gate_logit, item.chunk.first, item.head, K), p.gate_logit.stride,
+                                    item.chunk.n, [=](int row) { return base + Layout::kG + row * Layout::kPitch; });
   async_copy_arrive(barrier);
 }
 
@@ -184,11 +174,10 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int channel = first_channel + 8 * i + g;
-          const float t0 = totals[channel], t1 = totals[K + channel], t2 = totals[2 * K + channel],
-                      t3 = totals[3 * K + channel];
-          before[i] = b == 0 ? 1.0F : b == 1 ? t0 : b == 2 ? t0 * t1 : t0 * t1 * t2;
-          after[i] = b == 3 ? 1.0F : b == 2 ? t3 : b == 1 ? t2 * t3 : t1 * t2 * t3;
-          middle[i] = b == 0 ? t1 : b == 3 ? t2 : 1.0F;
+          const BlockDecays decays = decays_around(totals + channel, K, b);
+          before[i] = decays.before;
+          after[i] = decays.after;
+          middle[i] = decays.middle;
           bias[i] = dt_bias[channel];
         }
         float y[8], pre[8], suf[8], total[4];
@@ -512,48 +501,26 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
       }
       for (int mask = 1; mask < 32; mask *= 2) dA_log += exchange(dA_log, mask);
       sync_block();
+      KeyNorms key_norms;  // the tiles hold the raw q and k
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int token = 16 * b + i / 2 * 8 + 2 * t + i % 2;
-        along_q[i] = p.l2norm_qk ? along[token] + along[2 * kChunk + token] : 0.0F;
-        along_k[i] = p.l2norm_qk ? along[kChunk + token] + along[3 * kChunk + token] : 0.0F;
+        key_norms.q_norm[i] = q_norm[i];
+        key_norms.k_norm[i] = k_norm[i];
+        key_norms.along_q[i] = p.l2norm_qk ? along[token] + along[2 * kChunk + token] : 0.0F;
+        key_norms.along_k[i] = p.l2norm_qk ? along[kChunk + token] + along[3 * kChunk + token] : 0.0F;
       }
-#pragma unroll
-      for (int c = 0; c < kTiles; ++c) {
-        const uint32_t fragment = (16 * b + row_b) * kPitch + 2 * (half * (K / 2) + 16 * c) + 16 * piece_b;
-        uint32_t q_raw[4], k_raw[4];
-        load_matrices_transposed(q_raw, base + Layout::kQ + fragment);
-        load_matrices_transposed(k_raw, base + Layout::kK + fragment);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          float q_out[2], k_out[2];
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int token = r / 2 * 2 + i;
-            const float q = (i == 0 ? low_of(q_raw[r]) : high_of(q_raw[r])) * q_norm[token];
-            const float k = (i == 0 ? low_of(k_raw[r]) : high_of(k_raw[r])) * k_norm[token];
-            q_out[i] = q_norm[token] * (p.scale * dqb[c][r / 2][r % 2 * 2 + i] - q * along_q[token]);
-            k_out[i] = k_norm[token] * (dkb[c][r / 2][r % 2 * 2 + i] - k * along_k[token]);
-          }
-          q_raw[r] = pack_bf16(q_out[0], q_out[1]);
-          k_raw[r] = pack_bf16(k_out[0], k_out[1]);
-        }
-        store_matrices_transposed(base + Layout::kQ + fragment, q_raw[0], q_raw[1], q_raw[2], q_raw[3]);
-        store_matrices_transposed(base + Layout::kK + fragment, k_raw[0], k_raw[1], k_raw[2], k_raw[3]);
-      }
+      put_key_gradients<K>(
+          p, tile_sums, key_norms, base + Layout::kQ, base + Layout::kK, [&](int token) { return q_norm[token]; },
+          [&](int token) { return k_norm[token]; });
       sync_block();
       if (lane == 0) along[warp] = dA_log;
-      for (int i = thread; i < n * (K / 8); i += kLocalThreads) {
-        const int row = i / (K / 8), piece = i % (K / 8);
-        const int64_t token = chunk.first + row;
-        const auto copy = [&](__nv_bfloat16* to, int tile) {
-          *reinterpret_cast<uint4*>(to + 8 * piece) =
-              *shared_pointer<const uint4>(base + tile + row * kPitch + 16 * piece);
-        };
-        copy(group_row(p, p.dq, w.dq, token, head), Layout::kQ);
-        copy(group_row(p, p.dk, w.dk, token, head), Layout::kK);
-        copy(row_of(p.dgate_logit, token, head, K), Layout::kG);
-      }
+      store_tile_rows<K>(base + Layout::kQ, n,
+                         [&](int row) { return group_row(p, p.dq, w.dq, chunk.first + row, head); });
+      store_tile_rows<K>(base + Layout::kK, n,
+                         [&](int row) { return group_row(p, p.dk, w.dk, chunk.first + row, head); });
+      store_tile_rows<K>(base + Layout::kG, n,
+                         [&](int row) { return row_of(p.dgate_logit, chunk.first + row, head, K); });
       sync_block();
       float* partials = w.partials + (item.slot * p.HV + head) * (K + 1);
       for (int c = thread; c < K; c += kLocalThreads)

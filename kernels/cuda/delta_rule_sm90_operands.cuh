@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
     const float q_sum = sum_over_lanes(q_sums, lane), k_sum = sum_over_lanes(k_sums, lane);
     if (lane % 2 == 0) {
       const int row = 16 * b + lane / 2;
-      const float q_norm = p.l2norm_qk ? reciprocal_root(q_sum + p.l2norm_eps) : 1.0F;
-      const float k_norm = p.l2norm_qk ? reciprocal_root(k_sum + p.l2norm_eps) : 1.0F;
+      const float q_norm = l2_factor(p, q_sum), k_norm = l2_factor(p, k_sum);
       norms[row] = q_norm * p.scale;
       norms[kChunk + row] = k_norm;
       w.norms[slot_head * 2 * kChunk + row] = q_norm;
@@ -142,11 +141,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   float before[kOwn], after[kOwn];
 #pragma unroll
   for (int c = 0; c < kOwn; ++c) {
-    const float* total = totals + kOwn * lane + c;
-    const float t0 = total[0], t1 = total[K], t2 = total[2 * K], t3 = total[3 * K];
-    before[c] = b == 0 ? 1.0F : b == 1 ? t0 : b == 2 ? t0 * t1 : t0 * t1 * t2;
-    after[c] = b == 3 ? 1.0F : b == 2 ? t3 : b == 1 ? t2 * t3 : t1 * t2 * t3;
-    if (b == 0) w.decay[slot_head * K + kOwn * lane + c] = t0 * t1 * t2 * t3;
+    const BlockDecays decays = decays_around(totals + kOwn * lane + c, K, b);
+    before[c] = decays.before;
+    after[c] = decays.after;
+    if (b == 0) w.decay[slot_head * K + kOwn * lane + c] = decays.all;
   }
   const int64_t offset = image_offset(p, chunk, head, K) * 2;
   const int channel = kOwn * lane, half = channel / 64, piece = channel % 64 / 8;

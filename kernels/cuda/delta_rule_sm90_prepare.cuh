@@ -146,6 +146,17 @@ __device__ inline void prepare_beta(const DeltaRuleSm90& p, const DeltaRuleWorks
   w.beta[(slot * p.HV + head) * kChunk + i] = beta;
 }
 
+// Asks for the raw q and k of a chunk, rows 2 K + 16 bytes apart.
+template <int K>
+__device__ inline void copy_key_rows(const DeltaRuleSm90& p, const Chunk& chunk, int64_t key_head, uint32_t q_tile,
+                                     uint32_t k_tile) {
+  constexpr int kPitch = 2 * K + 16;
+  copy_token_rows<K, kPrepareThreads>(row_of(p.q, chunk.first, key_head, K), p.q.stride, chunk.n,
+                                      [=](int row) { return q_tile + row * kPitch; });
+  copy_token_rows<K, kPrepareThreads>(row_of(p.k, chunk.first, key_head, K), p.k.stride, chunk.n,
+                                      [=](int row) { return k_tile + row * kPitch; });
+}
+
 template <int K>
 __global__ void __launch_bounds__(kPrepareThreads, 3)
     delta_rule_prepare_kernel(const DeltaRuleSm90 p, const DeltaRuleWorkspace w) {
@@ -168,15 +179,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
   }
   sync_block();
   const int64_t key_head = head / (p.HV / p.H);
-#pragma unroll
-  for (int i = 0; i < kChunk * (K / 8) / kPrepareThreads; ++i) {  // rows past the end are 0
-    const int row = (thread + i * kPrepareThreads) / (K / 8), piece = thread % (K / 8);
-    const int64_t token = chunk.first + (row < n ? row : 0);
-    async_copy(q_tile + row * kPitch + 16 * piece, row_of(p.q, token, key_head, K) + 8 * piece, row < n);
-    async_copy(k_tile + row * kPitch + 16 * piece, row_of(p.k, token, key_head, K) + 8 * piece, row < n);
-    async_copy(base + Layout::kSteps + (row / 16) * Layout::kWarpSteps + (row % 16) * kPitch + 16 * piece,
-               row_of(p.gate_logit, token, head, K) + 8 * piece, row < n);
-  }
+  copy_key_rows<K>(p, chunk, key_head, q_tile, k_tile);
+  copy_token_rows<K, kPrepareThreads>(row_of(p.gate_logit, chunk.first, head, K), p.gate_logit.stride, n, [&](int row) {
+    return base + Layout::kSteps + (row / 16) * Layout::kWarpSteps + (row % 16) * kPitch;
+  });
   async_copy_arrive(barrier);
   prepare_beta(p, w, chunk, slot, head, base + Layout::kBeta);
   const HeadGate gate(p, head);
@@ -335,11 +341,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const int channel = 16 * step + 8 * (c / 2) + 2 * t + c % 2;
-      const float t0 = totals[channel], t1 = totals[K + channel], t2 = totals[2 * K + channel],
-                  t3 = totals[3 * K + channel];
-      before[c] = b == 0 ? 1.0F : b == 1 ? t0 : b == 2 ? t0 * t1 : t0 * t1 * t2;
-      after[c] = b == 3 ? 1.0F : b == 2 ? t3 : b == 1 ? t2 * t3 : t1 * t2 * t3;
-      middle[c] = b == 0 ? t1 : b == 3 ? t2 : 1.0F;  // between this warp and the middle of the chunk
+      const BlockDecays decays = decays_around(totals + channel, K, b);
+      before[c] = decays.before;
+      after[c] = decays.after;
+      middle[c] = decays.middle;
     }
     const uint32_t slots = base + Layout::kExchange + (step % 2) * 2048 + 16 * lane;
     float far_factor[8];  // level 32

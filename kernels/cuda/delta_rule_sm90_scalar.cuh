@@ -53,16 +53,21 @@ __device__ inline void sum_scalar_gate(float g, int row, uint32_t parts_address,
   sync_block();
 }
 
-// The level of a pair of rows.
-__device__ inline int level_of(int row, int column) {
-  return 31 - __clz(row ^ column);
+// exp(D_ij) of a pair of rows j < i, else 0, from the sums by levels.
+__device__ inline float pair_decay(const float* parts, int i, int j) {
+  const float* level = parts + (j < i ? 31 - __clz(i ^ j) : 0) * kChunk;
+  return j < i ? exp2_fast(level[i] + level[j]) : 0.0F;
+}
+
+// A head's shifted logit of a token.
+__device__ inline float shifted_scalar_logit(const DeltaRuleSm90& p, int64_t token, int64_t head) {
+  return __bfloat162float(*row_of(p.gate_logit, token, head, 1)) + (p.dt_bias == nullptr ? 0.0F : p.dt_bias[head]);
 }
 
 // g log2(e) of one row of a head.
 __device__ inline float scalar_log2_decay(const DeltaRuleSm90& p, const HeadGate& gate, int64_t token, int64_t head) {
   if (gate.kind == DeltaGateKind::kConstant) return log2_fast(gate.constant);
-  const float y =
-      __bfloat162float(*row_of(p.gate_logit, token, head, 1)) + (p.dt_bias == nullptr ? 0.0F : p.dt_bias[head]);
+  const float y = shifted_scalar_logit(p, token, head);
   return gate.kind == DeltaGateKind::kSoftplus ? -gate.rate * softplus2(y)
                                                : kLog2e * gate.bound * sigmoid_fast(gate.rate * y);
 }
@@ -85,13 +90,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   }
   sync_block();
   const int64_t key_head = head / (p.HV / p.H);
-#pragma unroll
-  for (int i = 0; i < kChunk * (K / 8) / kPrepareThreads; ++i) {
-    const int row = (thread + i * kPrepareThreads) / (K / 8), piece = thread % (K / 8);
-    const int64_t token = chunk.first + (row < n ? row : 0);
-    async_copy(q_tile + row * kPitch + 16 * piece, row_of(p.q, token, key_head, K) + 8 * piece, row < n);
-    async_copy(k_tile + row * kPitch + 16 * piece, row_of(p.k, token, key_head, K) + 8 * piece, row < n);
-  }
+  copy_key_rows<K>(p, chunk, key_head, q_tile, k_tile);
   async_copy_arrive(barrier);
   prepare_beta(p, w, chunk, slot, head, base + Layout::kBeta);
   {
@@ -138,8 +137,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
       k_sum[i] += exchange(k_sum[i], mask);
     }
     const int row = 16 * b + 8 * i + g;
-    const float q_norm = p.l2norm_qk ? reciprocal_root(q_sum[i] + p.l2norm_eps) : 1.0F;
-    const float k_norm = p.l2norm_qk ? reciprocal_root(k_sum[i] + p.l2norm_eps) : 1.0F;
+    const float q_norm = l2_factor(p, q_sum[i]), k_norm = l2_factor(p, k_sum[i]);
     if (t == 0) {
       norms[row] = q_norm * p.scale;
       norms[kChunk + row] = k_norm;
@@ -160,15 +158,13 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
       const int row = i / (K / 8), piece = i % (K / 8);
       const int64_t to = offset * 2 + (piece / 8) * int64_t{n} * 128 + image_piece(row, piece % 8);
       const float to_start = exp2_fast(sums[row]), to_end = exp2_fast(sums[kChunk + row]);
-      const auto scaled = [&](__nv_bfloat16* image, uint32_t tile, float factor) {
-        const uint4 x = *shared_pointer<const uint4>(tile + row * kPitch + 16 * piece);
-        const auto pair = [&](uint32_t y) { return pack_bf16(low_of(y) * factor, high_of(y) * factor); };
-        *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(image) + to) =
-            make_uint4(pair(x.x), pair(x.y), pair(x.z), pair(x.w));
+      const auto put = [&](__nv_bfloat16* image, uint32_t tile, float factor) {
+        const uint4* x = shared_pointer<const uint4>(tile + row * kPitch + 16 * piece);
+        *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(image) + to) = scaled(*x, factor);
       };
-      scaled(w.qb, q_tile, norms[row] * to_start);
-      scaled(w.kb, k_tile, norms[kChunk + row] * to_start);
-      scaled(w.kt, k_tile, norms[kChunk + row] * to_end);
+      put(w.qb, q_tile, norms[row] * to_start);
+      put(w.kb, k_tile, norms[kChunk + row] * to_start);
+      put(w.kt, k_tile, norms[kChunk + row] * to_end);
     }
   }
   if constexpr (kScoresToo) {
@@ -188,8 +184,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               const int j = column + e;
-              const float* level = parts + (j < row ? level_of(row, j) : 0) * kChunk;
-              const float decay = j < row ? exp2_fast(level[row] + level[j]) : 0.0F;
+              const float decay = pair_decay(parts, row, j);
               q[e] = scores[block][part][0][2 * i + e] * norms[row] * norms[kChunk + j] * (j == row ? 1.0F : decay);
               k[e] = scores[block][part][1][2 * i + e] * norms[kChunk + row] * norms[kChunk + j] * decay * beta[row];
             }

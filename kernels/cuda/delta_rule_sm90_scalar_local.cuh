@@ -39,23 +39,13 @@ template <int K>
 __device__ inline void load_scalar_rows(const DeltaRuleSm90& p, const DeltaRuleWorkspace& w, const LocalItem& item,
                                         uint32_t base, uint32_t barrier) {
   using Layout = ScalarLocalLayout<K>;
-  const int thread = static_cast<int>(threadIdx.x), n = item.chunk.n;
-  const int64_t slot_head = item.slot * p.HV + item.head, key_head = item.head / (p.HV / p.H);
-  if (thread == 0) {
+  const int64_t slot_head = item.slot * p.HV + item.head;
+  if (threadIdx.x == 0) {
     barrier_expect(barrier, static_cast<uint32_t>(3 * kChunk * 4));
     bulk_load(base + Layout::kNorms, w.norms + slot_head * 2 * kChunk, 2 * kChunk * 4, barrier);
     bulk_load(base + Layout::kBeta, w.beta + slot_head * kChunk, kChunk * 4, barrier);
   }
-  const int piece = thread % (K / 8);
-  const auto copy = [&](uint32_t to, const __nv_bfloat16* rows, int64_t stride) {
-#pragma unroll
-    for (int i = 0; i < kChunk * (K / 8) / kLocalThreads; ++i) {
-      const int row = thread / (K / 8) + i * (kLocalThreads / (K / 8));
-      async_copy(to + row * Layout::kPitch + 16 * piece, rows + (row < n ? row : 0) * stride + 8 * piece, row < n);
-    }
-  };
-  copy(base + Layout::kQ, row_of(p.q, item.chunk.first, key_head, K), p.q.stride);
-  copy(base + Layout::kK, row_of(p.k, item.chunk.first, key_head, K), p.k.stride);
+  copy_local_keys<K>(p, item, base + Layout::kQ, base + Layout::kK);
   async_copy_arrive(barrier);
 }
 
@@ -122,9 +112,7 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
       const int row = i / (K / 8), piece = i % (K / 8);
       const auto scale_by = [&](uint32_t tile, float factor) {
         uint4* x = shared_pointer<uint4>(tile + row * kPitch + 16 * piece);
-        const auto pair = [&](uint32_t y) { return pack_bf16(low_of(y) * factor, high_of(y) * factor); };
-        const uint4 old = *x;
-        *x = make_uint4(pair(old.x), pair(old.y), pair(old.z), pair(old.w));
+        *x = scaled(*x, factor);
       };
       scale_by(base + Layout::kQ, norms[row] * p.scale);
       scale_by(base + Layout::kK, norms[kChunk + row]);
@@ -161,8 +149,7 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               const int j = column + e;
-              const float* level = parts + (j < row ? level_of(row, j) : 0) * kChunk;
-              const float decay = j < row ? exp2_fast(level[row] + level[j]) : 0.0F;
+              const float decay = pair_decay(parts, row, j);
               const float gradient = tile_sums.scores[block][part][2 * i + e];
               float& score = scores[block][part][2 * i + e];
               weight[e] = half == 0 ? gradient * (j == row ? 1.0F : decay) : -gradient * decay;
@@ -303,8 +290,7 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
       float dy[1] = {0.0F}, dA_log = 0.0F;
       if (thread % 4 == 0 && token < n) {
         dy[0] = dg + exp2_fast(sums[kChunk - 1]) * sum_of_warps(warps);
-        const float y[1] = {__bfloat162float(*row_of(p.gate_logit, chunk.first + token, head, 1)) +
-                            (p.dt_bias == nullptr ? 0.0F : p.dt_bias[head])};
+        const float y[1] = {shifted_scalar_logit(p, chunk.first + token, head)};
         gate.backward(y, dy, dA_log);
         *row_of(p.dgate_logit, chunk.first + token, head, 1) = __float2bfloat16_rn(dy[0]);
       }
@@ -313,49 +299,24 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
     }
 
     // The l2 norms, and out.
-    float q_norm[4], k_norm[4];
+    KeyNorms key_norms;  // the tiles hold the normalised q, with the scale, and k
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = 16 * b + i / 2 * 8 + 2 * t + i % 2;
-      q_norm[i] = norms[token];
-      k_norm[i] = norms[kChunk + token];
-      along_q[i] = p.l2norm_qk ? along[token] + along[4 * kChunk + token] : 0.0F;
-      along_k[i] = p.l2norm_qk ? along[kChunk + token] + along[5 * kChunk + token] : 0.0F;
+      key_norms.q_norm[i] = norms[token];
+      key_norms.k_norm[i] = norms[kChunk + token];
+      key_norms.along_q[i] = p.l2norm_qk ? along[token] + along[4 * kChunk + token] : 0.0F;
+      key_norms.along_k[i] = p.l2norm_qk ? along[kChunk + token] + along[5 * kChunk + token] : 0.0F;
     }
     const float inverse_scale = 1.0F / p.scale;
-#pragma unroll
-    for (int c = 0; c < kTiles; ++c) {
-      const uint32_t at = (16 * b + row_b) * kPitch + 2 * (half * (K / 2) + 16 * c) + 16 * piece_b;
-      uint32_t q[4], k[4];
-      load_matrices_transposed(q, base + Layout::kQ + at);
-      load_matrices_transposed(k, base + Layout::kK + at);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        float q_out[2], k_out[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int token = r / 2 * 2 + i;
-          const float q_hat = (i == 0 ? low_of(q[r]) : high_of(q[r])) * inverse_scale;
-          const float k_hat = i == 0 ? low_of(k[r]) : high_of(k[r]);
-          q_out[i] = q_norm[token] * (p.scale * tile_sums.dqb[c][r / 2][r % 2 * 2 + i] - q_hat * along_q[token]);
-          k_out[i] = k_norm[token] * (tile_sums.dkb[c][r / 2][r % 2 * 2 + i] - k_hat * along_k[token]);
-        }
-        q[r] = pack_bf16(q_out[0], q_out[1]);
-        k[r] = pack_bf16(k_out[0], k_out[1]);
-      }
-      store_matrices_transposed(base + Layout::kQ + at, q[0], q[1], q[2], q[3]);
-      store_matrices_transposed(base + Layout::kK + at, k[0], k[1], k[2], k[3]);
-    }
+    put_key_gradients<K>(
+        p, tile_sums, key_norms, base + Layout::kQ, base + Layout::kK, [=](int) { return inverse_scale; },
+        [](int) { return 1.0F; });
     sync_block();
-    for (int i = thread; i < n * (K / 8); i += kLocalThreads) {
-      const int row = i / (K / 8), piece = i % (K / 8);
-      const auto copy = [&](__nv_bfloat16* to, int tile) {
-        *reinterpret_cast<uint4*>(to + 8 * piece) =
-            *shared_pointer<const uint4>(base + tile + row * kPitch + 16 * piece);
-      };
-      copy(group_row(p, p.dq, w.dq, chunk.first + row, head), Layout::kQ);
-      copy(group_row(p, p.dk, w.dk, chunk.first + row, head), Layout::kK);
-    }
+    store_tile_rows<K>(base + Layout::kQ, n,
+                       [&](int row) { return group_row(p, p.dq, w.dq, chunk.first + row, head); });
+    store_tile_rows<K>(base + Layout::kK, n,
+                       [&](int row) { return group_row(p, p.dk, w.dk, chunk.first + row, head); });
     if (trains_gate && thread == 0) {
       float* partials = w.partials + item.index * 2;
       partials[0] = sum_of_warps(warps + 8);

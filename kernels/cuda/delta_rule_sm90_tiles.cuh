@@ -67,13 +67,8 @@ __device__ inline void load_local_tile(const DeltaRuleSm90& p, const DeltaRuleWo
     if (entry) bulk_load(stage + Layout::kS, w.states + state(item.chunk.state_slot()), Layout::kStateBytes, barrier);
     if (exit) bulk_load(stage + Layout::kDs, w.dstates + state(item.slot), Layout::kStateBytes, barrier);
   }
-  const int piece = thread % 8;
   const auto copy = [&](uint32_t to, const __nv_bfloat16* rows, int64_t stride) {
-#pragma unroll
-    for (int i = 0; i < kChunk * 8 / kLocalThreads; ++i) {
-      const int row = thread / 8 + i * (kLocalThreads / 8);
-      async_copy(to + row * kLocalPitch + 16 * piece, rows + (row < n ? row : 0) * stride + 8 * piece, row < n);
-    }
+    copy_token_rows<64, kLocalThreads>(rows, stride, n, [=](int row) { return to + row * kLocalPitch; });
   };
   const int64_t first = item.chunk.first;
   copy(stage + Layout::kDo, row_of(p.d_o, first, item.head, p.V) + tile * 64, p.d_o.stride);
@@ -267,6 +262,66 @@ __device__ inline void store_beta_gradient(const DeltaRuleSm90& p, const LocalIt
 __device__ inline __nv_bfloat16* group_row(const DeltaRuleSm90& p, const DeltaRows<__nv_bfloat16>& rows,
                                            __nv_bfloat16* of_heads, int64_t token, int64_t head) {
   return p.HV > p.H ? of_heads + (token * p.HV + head) * p.K : row_of(rows, token, head, p.K);
+}
+
+// Rows of a tile in shared memory to where(row) each.
+template <int K, class Where>
+__device__ inline void store_tile_rows(uint32_t tile, int n, Where where) {
+  constexpr int kPitch = 2 * K + 16;
+  for (int i = static_cast<int>(threadIdx.x); i < n * (K / 8); i += kLocalThreads) {
+    const int row = i / (K / 8), piece = i % (K / 8);
+    *reinterpret_cast<uint4*>(where(row) + 8 * piece) = *shared_pointer<const uint4>(tile + row * kPitch + 16 * piece);
+  }
+}
+
+// The last of a warp's 16 tokens, over K / 2 channels: dq and dk of the normalised go through the l2 norms, and in
+// place of q and k, which lie in tiles. Arrays [4] are of the lane's tokens: norms, what makes the normalised of a
+// tile's numbers, and the products x^ . dx^.
+struct KeyNorms {
+  float q_norm[4], k_norm[4], along_q[4], along_k[4];
+};
+template <int K, class QFactor, class KFactor>
+__device__ __forceinline__ void put_key_gradients(const DeltaRuleSm90& p, const TileSums<K>& sums, const KeyNorms& of,
+                                                  uint32_t q_tile, uint32_t k_tile, QFactor q_factor,
+                                                  KFactor k_factor) {
+  constexpr int kPitch = 2 * K + 16;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int b = warp % 4, half = warp / 4, row_b = lane / 16 * 8 + lane % 8, piece_b = lane / 8 % 2;
+#pragma unroll
+  for (int c = 0; c < TileSums<K>::kTiles; ++c) {
+    const uint32_t at = (16 * b + row_b) * kPitch + 2 * (half * (K / 2) + 16 * c) + 16 * piece_b;
+    uint32_t q[4], k[4];
+    load_matrices_transposed(q, q_tile + at);
+    load_matrices_transposed(k, k_tile + at);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      float q_out[2], k_out[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int token = r / 2 * 2 + i;
+        const float q_hat = (i == 0 ? low_of(q[r]) : high_of(q[r])) * q_factor(token);
+        const float k_hat = (i == 0 ? low_of(k[r]) : high_of(k[r])) * k_factor(token);
+        q_out[i] = of.q_norm[token] * (p.scale * sums.dqb[c][r / 2][r % 2 * 2 + i] - q_hat * of.along_q[token]);
+        k_out[i] = of.k_norm[token] * (sums.dkb[c][r / 2][r % 2 * 2 + i] - k_hat * of.along_k[token]);
+      }
+      q[r] = pack_bf16(q_out[0], q_out[1]);
+      k[r] = pack_bf16(k_out[0], k_out[1]);
+    }
+    store_matrices_transposed(q_tile + at, q[0], q[1], q[2], q[3]);
+    store_matrices_transposed(k_tile + at, k[0], k[1], k[2], k[3]);
+  }
+}
+
+// Asks for the raw q and k of an item.
+template <int K>
+__device__ inline void copy_local_keys(const DeltaRuleSm90& p, const LocalItem& item, uint32_t q_tile,
+                                       uint32_t k_tile) {
+  constexpr int kPitch = 2 * K + 16;
+  const int64_t key_head = item.head / (p.HV / p.H), first = item.chunk.first;
+  copy_token_rows<K, kLocalThreads>(row_of(p.q, first, key_head, K), p.q.stride, item.chunk.n,
+                                    [=](int row) { return q_tile + row * kPitch; });
+  copy_token_rows<K, kLocalThreads>(row_of(p.k, first, key_head, K), p.k.stride, item.chunk.n,
+                                    [=](int row) { return k_tile + row * kPitch; });
 }
 
 // Slots without tokens take part in the sums of the gate's parameters.
