@@ -61,7 +61,7 @@ bool same(const DeltaRuleResults& a, const DeltaRuleResults& b) {
 int check_states_alone(const DeltaRuleCase& c) {
   const DeltaRuleHost host = random_inputs(c, 11);
   Gpu gpu;
-  const DeviceCase<Gpu> all(gpu, c, host, Keep::kMatrices), alone(gpu, c, host, Keep::kNothing);
+  const DeviceCase<Gpu> all(gpu, c, host, Keep::kNothing), alone(gpu, c, host, Keep::kNothing);
   REQUIRE(delta_rule_sm90_forward(all.op(), all.workspace(), nullptr));
   REQUIRE(delta_rule_sm90_backward(all.op(), all.workspace(), nullptr));
   const DeltaRuleSm90 op = alone.states_alone();

@@ -144,7 +144,7 @@ void expect_states_in_rows(const DeltaRuleCase& c) {
   expect_matches_recurrence<K>(c, Keep::kAll);
   const DeltaRuleHost host = random_inputs(c, 7);
   Memory memory;
-  const DeviceCase<Memory> all(memory, c, host, Keep::kMatrices), alone(memory, c, host, Keep::kNothing);
+  const DeviceCase<Memory> all(memory, c, host, Keep::kNothing), alone(memory, c, host, Keep::kNothing);
   Launcher<K>(all.op(), all.workspace(), false).forward();
   Launcher<K>(all.op(), all.workspace(), true).backward();
   const DeltaRuleSm90 op = alone.states_alone();
