@@ -21,7 +21,11 @@ constexpr size_t kFirstStackBytes = size_t{32} << 10, kMostStackBytes = size_t{6
 // Contents of classes, without brackets. White space is Unicode's property; PCRE2's \s adds U+180E.
 constexpr std::string_view kSpaces =
     "\\x{9}-\\x{D}\\x{20}\\x{85}\\x{A0}\\x{1680}\\x{2000}-\\x{200A}\\x{2028}\\x{2029}\\x{202F}\\x{205F}\\x{3000}";
-constexpr std::string_view kWords = "\\p{L}\\p{M}\\p{Nd}\\p{Pc}";
+// Oniguruma counts superscripts and fractions of Latin-1 among words, and leaves the joiners of kUnicodeWords out.
+constexpr std::string_view kWords =
+    "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{24B6}-\\x{24E9}\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{"
+    "1F189}"
+    "\\x{B2}\\x{B3}\\x{B9}\\x{BC}-\\x{BE}";
 constexpr std::string_view kDigits = "\\p{Nd}";
 
 // Goes through an expression from left to right and writes the same for PCRE2.

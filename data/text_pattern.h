@@ -51,6 +51,13 @@ class TextPattern {
   std::string where_;
 };
 
+// Contents of a class, without brackets: characters of words as Unicode has them (UTS 18), which the public library
+// asks for outside the patterns that files write.
+inline constexpr std::string_view kUnicodeWords =
+    "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{24B6}-\\x{24E9}\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{"
+    "1F189}"
+    "\\x{200C}\\x{200D}";
+
 // The PCRE2 spelling of an expression. Throws as TextPattern does.
 std::string pcre2_spelling(std::string_view expression, const std::string& where);
 

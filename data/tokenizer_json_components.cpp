@@ -132,6 +132,15 @@ Metaspace read_metaspace(const JsonNode& node) {
   return step;
 }
 
+// ASCII signs and Unicode's punctuation, of which the public library knows that of version 8.
+constexpr std::string_view kPunctuation =
+    "(?![\\x{61D}\\x{9FD}\\x{A76}\\x{C77}\\x{C84}\\x{1B7D}\\x{1B7E}\\x{2E43}-\\x{2E4F}\\x{2E52}-\\x{2E5D}\\x{10EAD}"
+    "\\x{10F55}-\\x{10F59}\\x{10F86}-\\x{10F89}\\x{1144B}-\\x{1144F}\\x{1145A}\\x{1145B}\\x{1145D}\\x{11660}-\\x{1166C}"
+    "\\x{116B9}\\x{1183B}\\x{11944}-\\x{11946}\\x{119E2}\\x{11A3F}-\\x{11A46}\\x{11A9A}-\\x{11A9C}"
+    "\\x{11A9E}-\\x{11AA2}\\x{11B00}-\\x{11B09}\\x{11C41}-\\x{11C45}\\x{11C70}\\x{11C71}\\x{11EF7}\\x{11EF8}"
+    "\\x{11F43}-\\x{11F4F}\\x{11FFF}\\x{12FF1}\\x{12FF2}\\x{16E97}-\\x{16E9A}\\x{16FE2}\\x{1E95E}\\x{1E95F}])"
+    "[!-/:-@\\[-`{-~\\p{P}\\x{166D}\\x{111C9}]";
+
 SplitBehavior read_behavior(const JsonNode& node) {
   const std::pair<const char*, SplitBehavior> kBehaviors[] = {
       {"Removed", SplitBehavior::kRemoved},
@@ -170,13 +179,14 @@ void read_pre_tokenizer_step(const JsonNode& node, PreTokenizerParts& parts, Los
   } else if (type == "Punctuation") {
     node.allow({"type", "behavior"});
     const JsonNode behavior = node["behavior"];
-    split("[!-/:-@\\[-`{-~\\p{P}]", behavior.is_null() ? SplitBehavior::kIsolated : read_behavior(behavior));
+    split(kPunctuation, behavior.is_null() ? SplitBehavior::kIsolated : read_behavior(behavior));
   } else if (type == "WhitespaceSplit") {
     node.allow({"type"});
     split("\\s", SplitBehavior::kRemoved);
   } else if (type == "Whitespace") {
     node.allow({"type"});
-    split("\\w+|[^\\w\\s]+", SplitBehavior::kRemoved, true);
+    const std::string words(kUnicodeWords);
+    split("[" + words + "]+|[^" + words + "\\s]+", SplitBehavior::kRemoved, true);
   } else if (type == "Metaspace") {
     parts.steps.emplace_back(read_metaspace(node));
     losses.add("its pre-tokenizer Metaspace does not tell spaces from marks, nor a space before the text from none");

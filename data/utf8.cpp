@@ -66,10 +66,12 @@ bool is_word_character(char32_t c) {
     case UTF8PROC_CATEGORY_MC:
     case UTF8PROC_CATEGORY_ME:
     case UTF8PROC_CATEGORY_ND:
+    case UTF8PROC_CATEGORY_NL:
     case UTF8PROC_CATEGORY_PC:
       return true;
-    default:
-      return false;
+    default:  // circled and squared letters; joiners
+      return (c >= 0x24B6 && c <= 0x24E9) || (c >= 0x1F130 && c <= 0x1F149) || (c >= 0x1F150 && c <= 0x1F169) ||
+             (c >= 0x1F170 && c <= 0x1F189) || c == 0x200C || c == 0x200D;
   }
 }
 

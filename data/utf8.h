@@ -20,7 +20,7 @@ char32_t utf8_code_point(std::string_view text);
 
 // ---- what Unicode says about characters -----------------------------------------------------------------------------
 bool is_white_space(char32_t c);     // the property White_Space
-bool is_word_character(char32_t c);  // letters, marks, decimal digits and connectors: \w
+bool is_word_character(char32_t c);  // Alphabetic, marks, decimal digits, connectors and joiners (UTS 18)
 
 void append_utf8(char32_t c, std::string& text);
 

@@ -7,6 +7,7 @@
 
 #include "data/added_tokens.h"
 #include "data/pre_tokenizer.h"
+#include "data/utf8.h"
 #include "kernels/random.h"
 #include "tests/support/files.h"
 
@@ -154,6 +155,7 @@ TEST(TextPattern, MatchesWhatOnigurumaDoes) {
   EXPECT_EQ(first("[\\s]+", "a\u3000\u0085b"), "\u3000\u0085");
   EXPECT_EQ(first("[^\\S]+", "a \tb"), " \t");
   EXPECT_EQ(first("\\w+", "-a\u0301\u203Fb-"), "a\u0301\u203Fb");
+  EXPECT_EQ(first("\\w+", "-a½²Ⅷⓐ\u200Da"), "a½²Ⅷⓐ");
   EXPECT_EQ(first("\\d+", "½²12३"), "12३");
   EXPECT_EQ(first("\\p{Han}+", "あー漢字"), "漢字");  // the script, not its extensions
   EXPECT_EQ(first("\\p{^L}+", "ab12"), "12");
@@ -188,6 +190,20 @@ TEST(TextPattern, RefusesWhatItCannotCarryOver) {
             std::string::npos);
 }
 
+TEST(TextPattern, CharactersOfWordsAreThoseOfAddedTokens) {
+  PatternScratch scratch;
+  const TextPattern words("[" + std::string(kUnicodeWords) + "]", "test");
+  // Blocks to which Unicode has added nothing for long: the two libraries may be of other versions.
+  const std::pair<char32_t, char32_t> kBlocks[] = {{0, 0x590}, {0x2000, 0x2FE0}, {0x1F100, 0x1F200}};
+  for (const auto& [begin, end] : kBlocks) {
+    for (char32_t c = begin; c < end; ++c) {
+      std::string text;
+      append_utf8(c, text);
+      ASSERT_EQ(words.find(text, 0, scratch).has_value(), is_word_character(c)) << std::hex << static_cast<uint32_t>(c);
+    }
+  }
+}
+
 TEST(AddedTokens, AreCutOutTheLongestFirst) {
   const AddedTokens tokens({{.id = 1, .content = "<a>"},
                             {.id = 2, .content = "<a><b>"},
@@ -208,6 +224,7 @@ TEST(AddedTokens, AreCutOutTheLongestFirst) {
   EXPECT_EQ(cut("<s>x", false), "[<s>x]");
   EXPECT_EQ(cut("<s>x", true), "[3:<s>][x]");
   EXPECT_EQ(cut("word words sword (word) éword", false), "[4:word][ words sword (][4:word][) éword]");
+  EXPECT_EQ(cut("Ⅷword word\u200D ½word", false), "[Ⅷword word\u200D ½][4:word]");
   EXPECT_EQ(cut("a \u3000<m>  b <m>", false), "[a][5: \u3000<m>  ][b][5: <m>]");
   EXPECT_EQ(cut("", true), "");
 }
