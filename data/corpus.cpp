@@ -66,13 +66,10 @@ std::vector<std::string> corpus_files(const std::vector<std::string>& inputs) {
 
 // Decides whether a line separates documents.
 struct CorpusReader::Separator {
-  explicit Separator(const std::string& split) : blank_lines(split == "blank-lines") {
+  explicit Separator(const std::string& split) : text(split), blank_lines(split == "blank-lines") {
     if (blank_lines) return;
     const int code = ::regcomp(&expression, split.c_str(), REG_EXTENDED | REG_NOSUB);
-    if (code == 0) return;
-    char cause[256];
-    ::regerror(code, &expression, cause, sizeof(cause));
-    throw_user_error("--split ", split, ": not blank-lines and not a regular expression: ", cause);
+    if (code != 0) fail("not blank-lines and not a regular expression", code);
   }
   ~Separator() {
     if (!blank_lines) ::regfree(&expression);
@@ -85,9 +82,18 @@ struct CorpusReader::Separator {
     if (blank_lines) return is_blank(line);
     while (line.ends_with('\n') || line.ends_with('\r')) line.remove_suffix(1);
     regmatch_t range = {0, static_cast<regoff_t>(line.size())};  // the line may hold NUL
-    return ::regexec(&expression, line.data(), 1, &range, REG_STARTEND) == 0;
+    const int code = ::regexec(&expression, line.data(), 1, &range, REG_STARTEND);
+    if (code != 0 && code != REG_NOMATCH) fail("cannot be matched", code);
+    return code == 0;
   }
 
+  [[noreturn]] void fail(const char* what, int code) const {
+    char cause[256];
+    ::regerror(code, &expression, cause, sizeof(cause));
+    throw_user_error("--split ", text, ": ", what, ": ", cause);
+  }
+
+  std::string text;
   bool blank_lines;
   regex_t expression = {};
 };
@@ -163,10 +169,12 @@ void CorpusReader::read_split_text(CorpusPiece& piece) {
       open_next_file();
       return;
     }
-    if (lines_->at_line_start() && separator_->matches(line))
+    if (lines_->at_line_start() && separator_->matches(line)) {
+      ++num_separators_;
       end_document(piece);
-    else
+    } else {
       add_text(piece, line);
+    }
   }
 }
 

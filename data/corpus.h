@@ -55,6 +55,7 @@ class CorpusReader {
   int64_t num_files() const { return static_cast<int64_t>(files_.size()); }
   int64_t total_bytes() const { return total_bytes_; }  // of the files, on the disk
   int64_t bytes_read() const;
+  int64_t num_separators() const { return num_separators_; }  // lines that separated documents so far
 
  private:
   struct Separator;
@@ -71,6 +72,7 @@ class CorpusReader {
   std::unique_ptr<Separator> separator_;  // null when files are not split
   int64_t total_bytes_ = 0;
   int64_t bytes_of_finished_ = 0;
+  int64_t num_separators_ = 0;
   size_t next_file_ = 0;
   std::optional<LineReader> lines_;  // of the open file
   std::string pending_;              // text of the open document that is in no piece yet

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -21,17 +22,16 @@ class OrderedPool {
  public:
   // `work` is called from all threads at once.
   OrderedPool(int num_threads, std::function<Output(Input)> work) : work_(std::move(work)) {
-    for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { run(); });
+    try {
+      for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { run(); });
+    } catch (const std::system_error& error) {
+      const size_t started = threads_.size();
+      stop();
+      throw_user_error("only ", started, " of ", num_threads, " threads could be started: ", error.code().message());
+    }
   }
   // Drops the inputs that nobody has started on.
-  ~OrderedPool() {
-    {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    changed_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-  }
+  ~OrderedPool() { stop(); }
   OrderedPool(const OrderedPool&) = delete;
   OrderedPool& operator=(const OrderedPool&) = delete;
 
@@ -66,6 +66,15 @@ class OrderedPool {
     std::string user_error;  // errors travel as text
     std::string error;
   };
+
+  void stop() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    changed_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
 
   void run() {
     std::unique_lock lock(mutex_);

@@ -107,6 +107,7 @@ TokenizeProgress tokenize(const TokenizeOptions& options) {
   progress.input_bytes_total = corpus.total_bytes();
   const auto update = [&] {
     progress.input_bytes = corpus.bytes_read();
+    progress.separators = corpus.num_separators();
     progress.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   };
   Output output(writer, progress.written);

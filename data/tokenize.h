@@ -13,6 +13,7 @@ namespace palimpsest {
 struct TokenizeProgress {
   int64_t input_bytes = 0;        // read of the files on the disk
   int64_t input_bytes_total = 0;  // of all files
+  int64_t separators = 0;         // lines that separated documents
   ShardTotals written;
   std::string tokenizer_loss;  // Tokenizer::loss
   double seconds = 0.0;

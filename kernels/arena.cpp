@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
+#include <string>
 #include <utility>
 
 #include "kernels/device.h"
@@ -13,6 +14,22 @@ namespace {
 
 // Planning addresses start here: never null, never mapped.
 std::byte* const kPlanningBase = std::bit_cast<std::byte*>(uintptr_t{1} << 60);
+
+constexpr int64_t kLargestRegion = int64_t{1} << 56;  // bytes; no machine has it, and sums of it do not overflow
+
+[[noreturn]] void throw_out_of_memory(const std::string& region, const std::string& needs, Device device) {
+  throw_user_error("out of memory: region '", region, "' needs ", needs, device == Device::kCuda ? " on the GPU" : "",
+                   "; a smaller micro_batch, sequence_length or model, or activation_checkpointing: full, needs less");
+}
+
+// Bytes of a tensor; kLargestRegion where that many would not do.
+int64_t bytes_of(DType dtype, const Shape& shape) {
+  int64_t bytes = size_of(dtype);
+  bool fits = true;
+  for (int i = 0; i < shape.num_dims(); ++i)
+    fits = fits && !__builtin_mul_overflow(bytes, shape[i], &bytes) && bytes < kLargestRegion;
+  return fits ? bytes : kLargestRegion;
+}
 
 int64_t round_up(int64_t bytes) {
   return (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
@@ -35,10 +52,7 @@ Arena::Arena(std::string name, Device device, int64_t capacity_bytes) : Arena(st
   base_ =
       static_cast<std::byte*>(device == Device::kCpu ? std::aligned_alloc(kAlignment, static_cast<size_t>(capacity_))
                                                      : detail::allocate_on_gpu(capacity_));
-  if (base_ == nullptr)
-    throw_user_error("out of memory: region '", name_, "' needs ", capacity_ >> 20, " MiB",
-                     device == Device::kCuda ? " on the GPU" : "",
-                     "; a smaller micro_batch or sequence_length, or activation_checkpointing: full, needs less");
+  if (base_ == nullptr) throw_out_of_memory(name_, std::to_string(capacity_ >> 20) + " MiB", device);
 }
 
 Arena::~Arena() {
@@ -59,7 +73,8 @@ Arena::Arena(Arena&& other) noexcept
       planning_(other.planning_) {}
 
 Tensor Arena::allocate(DType dtype, Shape shape) {
-  const int64_t bytes = round_up(shape.numel() * size_of(dtype));
+  const int64_t bytes = round_up(bytes_of(dtype, shape));
+  if (planning_ && used_ + bytes >= kLargestRegion) throw_out_of_memory(name_, "more than 2^56 bytes", device_);
   CHECK(planning_ || used_ + bytes <= capacity_, "region '", name_, "' is full: ", bytes, " bytes requested, ",
         capacity_ - used_, " of ", capacity_, " free");
   Tensor tensor(base_ + used_, dtype, shape, device_);

@@ -2,6 +2,10 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <limits>
 #include <utility>
 
 #include "kernels/check.h"
@@ -15,9 +19,40 @@ constexpr const char* kExitCodes =
     "Exit codes: 0 done, or stopped as asked after saving; 1 a fault of the program; 2 an error in arguments, config,\n"
     "data or files, in one line; 3 another rank failed or a deadline passed; 4 training met too many non-finite steps.";
 
+constexpr int64_t kMostNewTokens = int64_t{1} << 30;
+constexpr int64_t kMostRanks = int64_t{1} << 20;
+
 constexpr const char* kConfigHelp =
     "key=value sets any field of CONFIG, for example optimizer.lr=3e-4; `palimpsest train --explain` lists all of "
     "them.";
+
+// Checks of an option's text, in place of the library's: those print limits of 300 digits, and let a negative number
+// wrap around.
+CLI::Validator whole_number(int64_t least, int64_t most = std::numeric_limits<int64_t>::max()) {
+  const auto check = [least, most](std::string& text) -> std::string {
+    int64_t value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error == std::errc() && end == text.data() + text.size() && value >= least && value <= most) return "";
+    std::string wanted = "must be a whole number, at least " + std::to_string(least);
+    if (most != std::numeric_limits<int64_t>::max()) wanted += " and at most " + std::to_string(most);
+    return "'" + text + "' " + wanted;
+  };
+  return {check, ""};
+}
+
+CLI::Validator positive_number() {
+  const auto check = [](std::string& text) -> std::string {
+    double value = 0.0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    const bool whole_text = error == std::errc() && end == text.data() + text.size();
+    return whole_text && std::isfinite(value) && value > 0 ? "" : "'" + text + "' must be a number above 0";
+  };
+  return {check, ""};
+}
+
+CLI::Validator not_empty() {
+  return {[](std::string& text) { return std::string(text.empty() ? "must not be empty" : ""); }, ""};
+}
 
 void add_config(CLI::App& command, ConfigArguments& config, bool required = true) {
   command.add_option("CONFIG", config.path, "the run's YAML file")->required(required);
@@ -30,11 +65,14 @@ void add_stride(CLI::App& command, std::optional<int64_t>& stride) {
       .add_option("--stride", stride,
                   "new tokens a window of data.sequence_length tokens scores, the others being their context; "
                   "default: all of the window")
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1));
 }
 
 void add_json(CLI::App& command, std::string& json) {
-  command.add_option("--json", json, "write the figures to this file as JSON; - is standard output");
+  command
+      .add_option("--json", json,
+                  "write the figures to this file as JSON; -: to standard output, and all else to standard error")
+      ->check(not_empty());
 }
 
 // The subcommands. Each sets `result` when it was the one named; structs live as long as the parser.
@@ -89,7 +127,9 @@ class Parser {
                      "print the resolved config, the memory plan, the parameters and the first batch, and stop");
     command.add_option("--print", train_.print_key, "print the value of one field of the resolved config, and stop");
     command.add_flag("--explain", explain_, "list every field of a config, and stop");
-    command.footer(std::string(kConfigHelp) + "\nSIGTERM, SIGINT and SIGUSR1 save at the end of the step and stop.\n" +
+    command.footer(std::string(kConfigHelp) +
+                   "\nSIGTERM, SIGINT and SIGUSR1 save at the end of the step and stop; a second SIGINT "
+                   "stops at once.\n" +
                    kExitCodes);
     command.callback([this] {
       if (explain_) {
@@ -117,7 +157,8 @@ class Parser {
     add_config(command, score_.config);
     command.add_option("--tokens", score_.tokens, "folder of token shards, or one shard")->required();
     command.add_option("--out", score_.out, "file to write: logprob and tokens, NaN where a token has no context")
-        ->required();
+        ->required()
+        ->check(not_empty());
     add_stride(command, score_.stride);
     command.callback([this] { result_ = score_; });
   }
@@ -128,14 +169,16 @@ class Parser {
     command.add_option("--prompt", generate_.prompt, "text to continue");
     command.add_option("--max-tokens", generate_.max_tokens, "most tokens to add")
         ->capture_default_str()
-        ->check(CLI::NonNegativeNumber);
+        ->check(whole_number(0, kMostNewTokens));
     SamplingOptions& sampling = generate_.sampling;
     command.add_option("--temperature", sampling.temperature, "0: always the most likely token")->capture_default_str();
     command.add_option("--top-k", sampling.top_k, "draw from the k most likely tokens; 0: from all")
         ->capture_default_str();
     command.add_option("--top-p", sampling.top_p, "draw from the most likely tokens that make up this probability")
         ->capture_default_str();
-    command.add_option("--seed", sampling.seed, "equal seeds draw equal texts")->capture_default_str();
+    command.add_option("--seed", sampling.seed, "equal seeds draw equal texts")
+        ->capture_default_str()
+        ->check(whole_number(0));
     command.callback([this] { result_ = generate_; });
   }
 
@@ -146,25 +189,29 @@ class Parser {
                     "files named *.txt or *.jsonl, also with .gz, or folders of them")
         ->required()
         ->expected(-1);
-    command.add_option("--out", tokenize_.out, "folder for the shards; must be empty or not exist")->required();
+    command.add_option("--out", tokenize_.out, "folder for the shards; must be empty or not exist")
+        ->required()
+        ->check(not_empty());
     command
         .add_option("--tokenizer", tokenize_.tokenizer,
                     "bytes, or the path of a SentencePiece model, a tokenizer.json or a tiktoken.model")
-        ->capture_default_str();
+        ->capture_default_str()
+        ->check(not_empty());
     command
         .add_option(
             "--train-sentencepiece", tokenize_.train_sentencepiece,
             "first train a lossless SentencePiece model of this many ids on the inputs and write it to --tokenizer")
-        ->check(CLI::PositiveNumber);
-    command.add_option(
-        "--split", tokenize_.corpus.split,
-        "cut each .txt file into documents: at blank-lines, or at lines that match a regular expression; "
-        "default: a file is a document");
+        ->check(whole_number(1, INT32_MAX));
+    command
+        .add_option("--split", tokenize_.corpus.split,
+                    "cut each .txt file into documents: at blank-lines, or at lines that match a regular expression; "
+                    "default: a file is a document")
+        ->check(not_empty());
     command.add_option("--text-field", tokenize_.corpus.text_field, "field of a .jsonl line that holds the text")
         ->capture_default_str();
     command.add_option("--threads", tokenize_.threads, "threads; 0: all cores")
         ->capture_default_str()
-        ->check(CLI::NonNegativeNumber);
+        ->check(whole_number(0, 1024));
     command.callback([this] { result_ = tokenize_; });
   }
 
@@ -183,7 +230,7 @@ class Parser {
     CLI::App& merge =
         add(checkpoint, "merge", "Write a checkpoint of any number of ranks as that of one, in one file.");
     merge.add_option("IN", merge_.in, "checkpoint folder, or a run (its newest checkpoint)")->required();
-    merge.add_option("OUT", merge_.out, "folder to write; must not exist")->required();
+    merge.add_option("OUT", merge_.out, "folder to write; must not exist")->required()->check(not_empty());
     merge.callback([this] { result_ = merge_; });
   }
 
@@ -193,7 +240,7 @@ class Parser {
     CLI::App& hf = add(import, "hf",
                        "Turn a folder with config.json and safetensors into a checkpoint that from=CHECKPOINT takes.");
     hf.add_option("DIR", import_.directory, "the public model's folder")->required();
-    hf.add_option("CHECKPOINT", import_.out, "folder to write; must not exist")->required();
+    hf.add_option("CHECKPOINT", import_.out, "folder to write; must not exist")->required()->check(not_empty());
     hf.callback([this] { result_ = import_; });
   }
 
@@ -202,18 +249,18 @@ class Parser {
                             "Memory of a rank and bytes sent in a step, for layouts of many ranks: computed here, in "
                             "seconds, without data.");
     add_config(command, plan_.config);
-    command.add_option("--ranks", plan_.ranks, "ranks of the whole job")->required()->check(CLI::PositiveNumber);
+    command.add_option("--ranks", plan_.ranks, "ranks of the whole job")
+        ->required()
+        ->check(whole_number(1, kMostRanks));
     command.add_option("--layout", plan_.layout, "data,sequence,tensor, one of which may be -1; default: all layouts")
         ->delimiter(',')
         ->expected(3);
     command.add_option("--ranks-per-host", plan_.ranks_per_host, "ranks that share a host and its fast links")
         ->capture_default_str()
-        ->check(CLI::PositiveNumber);
+        ->check(whole_number(1, kMostRanks));
     command.add_option("--memory", plan_.memory_gib, "leave out layouts that need more than this many GiB a rank")
-        ->check(CLI::PositiveNumber);
-    command.add_option("--top", plan_.top, "most layouts in the table")
-        ->capture_default_str()
-        ->check(CLI::PositiveNumber);
+        ->check(positive_number());
+    command.add_option("--top", plan_.top, "most layouts in the table")->capture_default_str()->check(whole_number(1));
     add_json(command, plan_.json);
     command.callback([this] { result_ = plan_; });
   }
@@ -225,7 +272,7 @@ class Parser {
                        "Turn a checkpoint into a folder of the public library: an imported model in the names, shapes "
                        "and types it came with, one born here in those of the family that computes the same.");
     hf.add_option("CHECKPOINT", export_.checkpoint, "checkpoint folder, or a run (its newest checkpoint)")->required();
-    hf.add_option("DIR", export_.out, "folder to write; must not exist")->required();
+    hf.add_option("DIR", export_.out, "folder to write; must not exist")->required()->check(not_empty());
     hf.add_flag("--drop-unknown", export_.drop_unknown,
                 "leave out the tensors that came with an imported model but have no meaning here, such as mtp.*");
     hf.callback([this] { result_ = export_; });
@@ -238,7 +285,7 @@ class Parser {
     add_config(train, bench_train_.config);
     train.add_option("--steps", bench_train_.steps, "steps to time, after two that are not")
         ->capture_default_str()
-        ->check(CLI::PositiveNumber);
+        ->check(whole_number(1));
     add_json(train, bench_train_.json);
     train.callback([this] { result_ = bench_train_; });
     CLI::App& kernels =
@@ -247,7 +294,7 @@ class Parser {
     add_config(kernels, bench_kernels_.config);
     kernels.add_option("--seconds", bench_kernels_.seconds, "how long to repeat each op")
         ->capture_default_str()
-        ->check(CLI::PositiveNumber);
+        ->check(positive_number());
     add_json(kernels, bench_kernels_.json);
     kernels.callback([this] { result_ = bench_kernels_; });
   }

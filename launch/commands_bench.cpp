@@ -1,18 +1,10 @@
-#include "data/file_ops.h"
 #include "launch/commands.h"
 #include "launch/exit_code.h"
+#include "launch/report.h"
 #include "parallel/agreement.h"
 #include "trainer/bench.h"
 
 namespace palimpsest {
-
-namespace {
-
-void write_report(const std::string& path, const std::string& json) {
-  if (!path.empty()) write_file_atomically(path, json + "\n");
-}
-
-}  // namespace
 
 int run_command(const BenchTrainArguments& arguments, Ranks& ranks, Console& console) {
   const Config config = load_resolved(arguments.config, ranks);

@@ -34,6 +34,9 @@ int run_command(const TokenizeArguments& arguments, Console& console) {
   bar.reset();
   if (!done.tokenizer_loss.empty())
     console.warning(arguments.tokenizer + " cannot give every text back: " + done.tokenizer_loss);
+  if (!arguments.corpus.split.empty() && done.separators == 0)
+    console.warning("--split " + arguments.corpus.split +
+                    ": no line of a .txt file matches; each file is one document");
   console.info(fmt::format("{}: {} documents, {} tokens in {} shards from {:.1f} MB of text, {:.1f} MB/s",
                            arguments.out, done.written.documents, done.written.tokens, done.written.shards,
                            static_cast<double>(done.written.text_bytes) * 1e-6, done.megabytes_per_second()));

@@ -3,10 +3,10 @@
 #include <functional>
 #include <optional>
 
-#include "data/file_ops.h"
 #include "data/tokenizer.h"
 #include "launch/commands.h"
 #include "launch/exit_code.h"
+#include "launch/report.h"
 #include "launch/version.h"
 #include "parallel/agreement.h"
 #include "trainer/checkpoint_folder.h"
@@ -91,8 +91,7 @@ int run_command(const EvalArguments& arguments, Ranks& ranks, Console& console) 
     evaluations.emplace_back(set.name, evaluation);
   }
   agree(mesh.world(), [&] {
-    if (ranks.is_first() && !arguments.json.empty())
-      write_file_atomically(arguments.json, report_of(evaluations) + "\n");
+    if (ranks.is_first()) write_report(arguments.json, report_of(evaluations));
   });
   return kExitSuccess;
 }

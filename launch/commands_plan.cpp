@@ -1,6 +1,6 @@
-#include "data/file_ops.h"
 #include "launch/commands.h"
 #include "launch/exit_code.h"
+#include "launch/report.h"
 #include "trainer/plan.h"
 
 namespace palimpsest {
@@ -12,7 +12,7 @@ int run_command(const PlanArguments& arguments, Console& console) {
   if (arguments.memory_gib) request.max_bytes = static_cast<int64_t>(*arguments.memory_gib * (int64_t{1} << 30));
   const Plan plan = plan_layouts(load_resolved(arguments.config), request, console);
   console.info(to_text(plan, static_cast<size_t>(arguments.top)));
-  if (!arguments.json.empty()) write_file_atomically(arguments.json, to_json(plan) + "\n");
+  write_report(arguments.json, to_json(plan));
   return kExitSuccess;
 }
 

@@ -1,7 +1,11 @@
 // palimpsest: reads the command line, runs one subcommand, and turns what is thrown into one line and an exit code.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <exception>
 #include <string>
+#include <type_traits>
 #include <variant>
 
 #include "kernels/check.h"
@@ -10,6 +14,7 @@
 #include "launch/commands.h"
 #include "launch/exit_code.h"
 #include "launch/ranks.h"
+#include "launch/report.h"
 #include "parallel/agreement.h"
 #include "parallel/mpi_session.h"
 #include "trainer/trainer.h"
@@ -23,6 +28,19 @@ concept RunsOnAllRanks = requires(const Command& command, Ranks& ranks, Console&
   run_command(command, ranks, console);
 };
 
+// Whether standard output belongs to what the command makes: the text of `generate`, or a report by --json -.
+bool needs_standard_output(const Arguments& arguments) {
+  return std::visit(
+      []<class Command>(const Command& command) {
+        if constexpr (requires { command.json; }) {
+          return is_standard_output(command.json);
+        } else {
+          return std::is_same_v<Command, GenerateArguments>;
+        }
+      },
+      arguments);
+}
+
 int run(int argc, char** argv, Ranks& ranks) {
   Arguments arguments;
   agree(ranks.world(), [&] {
@@ -33,9 +51,8 @@ int run(int argc, char** argv, Ranks& ranks) {
   // Launchers give ranks a terminal of their own, whatever their output goes to.
   if (ranks.size() > 1)
     options.style = ranks.is_first() ? ConsoleOptions::Style::kPlain : ConsoleOptions::Style::kSilent;
-  // The text that `generate` writes has standard output to itself.
-  Console console(std::holds_alternative<GenerateArguments>(arguments) ? stderr : stdout, options);
-  return std::visit(
+  Console console(needs_standard_output(arguments) ? stderr : stdout, options);
+  const int status = std::visit(
       [&]<class Command>(const Command& command) {
         if constexpr (RunsOnAllRanks<Command>) {
           return run_command(command, ranks, console);
@@ -48,6 +65,13 @@ int run(int argc, char** argv, Ranks& ranks) {
         }
       },
       arguments);
+  // What a training run made is in its folder; of the other commands the text may be all that there is.
+  if (!std::holds_alternative<TrainArguments>(arguments)) {
+    agree(ranks.world(), [&] {
+      if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) throw_user_error("standard output cannot be written");
+    });
+  }
+  return status;
 }
 
 std::string one_line(std::string message) {
@@ -80,6 +104,13 @@ int status_of(RanksFailed::Kind kind) {
   return kExitRankFailed;
 }
 
+// A file that is opened must not take the place of a standard stream that is closed: log lines would go into it.
+void keep_standard_streams() {
+  int fd = 0;
+  while (fd >= 0 && fd <= STDERR_FILENO) fd = ::open("/dev/null", O_RDWR);
+  if (fd > STDERR_FILENO) ::close(fd);
+}
+
 int run_and_report(int argc, char** argv) {
   Ranks ranks(&argc, &argv);
   try {
@@ -100,5 +131,6 @@ int run_and_report(int argc, char** argv) {
 }  // namespace palimpsest
 
 int main(int argc, char** argv) {
+  palimpsest::keep_standard_streams();
   return palimpsest::run_and_report(argc, argv);
 }

@@ -10,8 +10,19 @@ namespace palimpsest {
 
 namespace {
 
-void require_positive(const char* field, int64_t value) {
+// Far above any model, and so small that products of three sizes do not overflow.
+constexpr int64_t kLargestSize = int64_t{1} << 20;
+constexpr int64_t kMostHeads = int64_t{1} << 16;
+constexpr int64_t kMostExperts = int64_t{1} << 16;
+constexpr int64_t kMostLayers = int64_t{1} << 12;
+
+void require_size(const char* field, int64_t value, int64_t most = kLargestSize) {
   if (value < 1) throw_user_error("model.", field, " is ", value, ", must be at least 1");
+  if (value > most) throw_user_error("model.", field, " is ", value, ", must be at most ", most);
+}
+
+void require_heads(const char* field, int64_t value) {
+  require_size(field, value, kMostHeads);
 }
 
 void require_multiple(const char* field, int64_t value, const char* of, int64_t divisor) {
@@ -24,42 +35,37 @@ void require_conv_size(const char* field, int64_t value) {
 }
 
 void require_even(const char* field, int64_t value) {
+  require_size(field, std::max<int64_t>(value, 1));
   if (value < 2 || value % 2 != 0) throw_user_error("model.", field, " is ", value, ", must be even and at least 2");
 }
 
 void validate_kda(const KdaConfig& kda) {
-  require_positive("kda.num_heads", kda.num_heads);
-  require_positive("kda.head_dim", kda.head_dim);
+  require_heads("kda.num_heads", kda.num_heads);
+  require_size("kda.head_dim", kda.head_dim, kMaxKeySize);
   if (kda.num_value_heads) {
-    require_positive("kda.num_value_heads", *kda.num_value_heads);
+    require_heads("kda.num_value_heads", *kda.num_value_heads);
     require_multiple("kda.num_value_heads", *kda.num_value_heads, "num_heads", kda.num_heads);
   }
-  if (kda.head_dim > kMaxKeySize)
-    throw_user_error("model.kda.head_dim is ", kda.head_dim, ", must be at most ", kMaxKeySize);
   require_conv_size("kda.conv_size", kda.conv_size);
   if (kda.gate_lower_bound && !(*kda.gate_lower_bound < 0))
     throw_user_error("model.kda.gate_lower_bound is ", *kda.gate_lower_bound, ", must be negative, or null");
 }
 
 void validate_gdn(const GdnConfig& gdn) {
-  require_positive("gdn.num_heads", gdn.num_heads);
-  require_positive("gdn.head_dim", gdn.head_dim);
+  require_heads("gdn.num_heads", gdn.num_heads);
+  require_size("gdn.head_dim", gdn.head_dim, kMaxKeySize);
   if (gdn.num_value_heads) {
-    require_positive("gdn.num_value_heads", *gdn.num_value_heads);
+    require_heads("gdn.num_value_heads", *gdn.num_value_heads);
     require_multiple("gdn.num_value_heads", *gdn.num_value_heads, "num_heads", gdn.num_heads);
   }
-  if (gdn.value_head_dim) require_positive("gdn.value_head_dim", *gdn.value_head_dim);
-  if (gdn.head_dim > kMaxKeySize)
-    throw_user_error("model.gdn.head_dim is ", gdn.head_dim, ", must be at most ", kMaxKeySize);
+  if (gdn.value_head_dim) require_size("gdn.value_head_dim", *gdn.value_head_dim);
   require_conv_size("gdn.conv_size", gdn.conv_size);
 }
 
 void validate_retnet(const RetnetConfig& retnet) {
-  require_positive("retnet.num_heads", retnet.num_heads);
-  require_positive("retnet.head_dim", retnet.head_dim);
-  if (retnet.value_head_dim) require_positive("retnet.value_head_dim", *retnet.value_head_dim);
-  if (retnet.head_dim > kMaxKeySize)
-    throw_user_error("model.retnet.head_dim is ", retnet.head_dim, ", must be at most ", kMaxKeySize);
+  require_heads("retnet.num_heads", retnet.num_heads);
+  require_size("retnet.head_dim", retnet.head_dim, kMaxKeySize);
+  if (retnet.value_head_dim) require_size("retnet.value_head_dim", *retnet.value_head_dim);
 }
 
 void validate_rope_scaling(const char* mixer, const RopeScalingConfig& scaling) {
@@ -85,21 +91,21 @@ void validate_rope_scaling(const char* mixer, const RopeScalingConfig& scaling) 
 }
 
 void validate_mla(const MlaConfig& mla) {
-  require_positive("mla.num_heads", mla.num_heads);
-  if (mla.q_lora_rank) require_positive("mla.q_lora_rank", *mla.q_lora_rank);
-  require_positive("mla.kv_lora_rank", mla.kv_lora_rank);
-  require_positive("mla.qk_nope_head_dim", mla.qk_nope_head_dim);
+  require_heads("mla.num_heads", mla.num_heads);
+  if (mla.q_lora_rank) require_size("mla.q_lora_rank", *mla.q_lora_rank);
+  require_size("mla.kv_lora_rank", mla.kv_lora_rank);
+  require_size("mla.qk_nope_head_dim", mla.qk_nope_head_dim);
   require_even("mla.qk_rope_head_dim", mla.qk_rope_head_dim);
-  require_positive("mla.v_head_dim", mla.v_head_dim);
+  require_size("mla.v_head_dim", mla.v_head_dim);
   if (!(mla.rope_theta > 0)) throw_user_error("model.mla.rope_theta is ", mla.rope_theta, ", must be positive");
   validate_rope_scaling("mla", mla.rope_scaling);
 }
 
 void validate_attention(const AttentionConfig& attention) {
-  require_positive("attention.num_heads", attention.num_heads);
-  require_positive("attention.head_dim", attention.head_dim);
+  require_heads("attention.num_heads", attention.num_heads);
+  require_size("attention.head_dim", attention.head_dim);
   if (attention.num_kv_heads) {
-    require_positive("attention.num_kv_heads", *attention.num_kv_heads);
+    require_heads("attention.num_kv_heads", *attention.num_kv_heads);
     require_multiple("attention.num_heads", attention.num_heads, "num_kv_heads", *attention.num_kv_heads);
   }
   if (attention.rope == RopeKind::kNone) return;
@@ -113,17 +119,18 @@ void validate_attention(const AttentionConfig& attention) {
 }
 
 void validate_moe(const MoeConfig& moe, int64_t num_layers) {
-  require_positive("moe.num_experts", moe.num_experts);
-  require_positive("moe.experts_per_token", moe.experts_per_token);
-  require_positive("moe.intermediate_size", moe.intermediate_size);
+  require_size("moe.num_experts", moe.num_experts, kMostExperts);
+  require_size("moe.experts_per_token", moe.experts_per_token);
+  require_size("moe.intermediate_size", moe.intermediate_size);
   for (const int64_t layer : moe.dense_layers)
     if (layer < 0 || layer >= num_layers)
       throw_user_error("model.moe.dense_layers has ", layer, ", must be from 0 to num_layers - 1 = ", num_layers - 1);
   if (moe.shared_intermediate_size < 0)
     throw_user_error("model.moe.shared_intermediate_size is ", moe.shared_intermediate_size, ", must be at least 0");
+  if (moe.shared_intermediate_size > 0) require_size("moe.shared_intermediate_size", moe.shared_intermediate_size);
   if (moe.shared_gate && moe.shared_intermediate_size == 0)
     throw_user_error("model.moe.shared_gate is true, must be false without a shared expert (shared_intermediate_size)");
-  require_positive("moe.num_groups", moe.num_groups);
+  require_size("moe.num_groups", moe.num_groups);
   require_multiple("moe.num_experts", moe.num_experts, "num_groups", moe.num_groups);
   const int64_t group = moe.num_experts / moe.num_groups;
   if (moe.num_groups > 1 && group < 2)
@@ -153,11 +160,10 @@ bool ModelConfig::has_experts(int64_t i) const {
 }
 
 void validate(const ModelConfig& config) {
-  require_positive("vocab_size", config.vocab_size);
-  if (config.vocab_size > INT32_MAX) throw_user_error("model.vocab_size is ", config.vocab_size, ", must fit 31 bits");
-  require_positive("hidden_size", config.hidden_size);
-  require_positive("num_layers", config.num_layers);
-  require_positive("mlp.intermediate_size", config.mlp.intermediate_size);
+  require_size("vocab_size", config.vocab_size, INT32_MAX);
+  require_size("hidden_size", config.hidden_size);
+  require_size("num_layers", config.num_layers, kMostLayers);
+  require_size("mlp.intermediate_size", config.mlp.intermediate_size);
   if (config.layers.empty()) throw_user_error("model.layers is empty, must name at least one token mixer");
   if (!(config.norm_eps > 0)) throw_user_error("model.norm_eps is ", config.norm_eps, ", must be positive");
   if (!(config.initializer_range > 0))

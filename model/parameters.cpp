@@ -15,6 +15,10 @@ namespace palimpsest {
 
 namespace {
 
+// No machine holds a model near these, and up to them nothing overflows.
+constexpr int64_t kMostElements = int64_t{1} << 48;
+constexpr size_t kMostTensors = size_t{1} << 22;
+
 const char* name_of(Init init) {
   switch (init) {
     case Init::kNormal:
@@ -160,6 +164,10 @@ ParameterStack& ParameterRegistry::declare_stack(std::vector<ParameterSpec> spec
     CHECK(specs.size() == 1 || (spec.shape.num_dims() >= 2 &&
                                 spec.shape[spec.shape.num_dims() - 1] == specs[0].shape[specs[0].shape.num_dims() - 1]),
           "parameter ", spec.name, " ", spec.shape.str(), " does not fit the width of its stack");
+    num_elements_ += spec.shape.numel();
+    if (num_elements_ > kMostElements || parameters_.size() >= kMostTensors)
+      throw_user_error("the model is too large: with ", spec.name, " it has ", parameters_.size() + 1, " tensors of ",
+                       num_elements_, " numbers, must be at most ", kMostTensors, " of ", kMostElements);
     stack.parameters.push_back(&parameters_.emplace_back());
     Parameter& parameter = *stack.parameters.back();
     parameter.block = tensor_block(spec, share_);
@@ -311,12 +319,6 @@ void ParameterRegistry::zero_optimizer(Stream& stream) {
 Parameter* ParameterRegistry::find(const std::string& name) {
   const auto found = by_name_.find(name);
   return found == by_name_.end() ? nullptr : found->second;
-}
-
-int64_t ParameterRegistry::num_elements() const {
-  int64_t count = 0;
-  for (const Parameter& parameter : parameters_) count += parameter.spec.shape.numel();
-  return count;
 }
 
 int64_t ParameterRegistry::num_product_elements() const {

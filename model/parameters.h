@@ -158,9 +158,9 @@ class ParameterRegistry {
   std::deque<Parameter>& parameters() { return parameters_; }
   const std::deque<Parameter>& parameters() const { return parameters_; }
   const std::vector<ParameterGroup>& groups() const { return groups_; }
-  Parameter* find(const std::string& name);  // null when there is none
-  int64_t num_elements() const;              // of all parameters, over all ranks
-  int64_t num_product_elements() const;      // of those with InProduct::kYes
+  Parameter* find(const std::string& name);               // null when there is none
+  int64_t num_elements() const { return num_elements_; }  // of all parameters, over all ranks
+  int64_t num_product_elements() const;                   // of those with InProduct::kYes
 
  private:
   void bind_own(ParameterStack& stack, DType dtype, ParameterUse use, Arena& parameters, Arena& gradients,
@@ -170,6 +170,7 @@ class ParameterRegistry {
   TensorShare share_;
   ReplicaShare replica_;
   std::deque<Parameter> parameters_;
+  int64_t num_elements_ = 0;
   std::deque<ParameterStack> stacks_;  // every parameter belongs to exactly one, often alone
   std::vector<ParameterGroup> groups_;
   std::unordered_map<std::string, Parameter*> by_name_;

@@ -126,7 +126,14 @@ NewestCheckpoint use_newest_checkpoint(const std::string& directory, const UseCh
       newest.skipped.push_back({entry->step, entry->path, "its save was not finished (no manifest.json)"});
       continue;
     }
-    const std::optional<std::string> damage = try_to_use(entry->path, use, world);
+    // A folder that was renamed would be taken for newer than it is, again and again.
+    const auto use_named = [&](CheckpointReader& reader) {
+      const int64_t step = reader.manifest().header.state.step;
+      if (step != entry->step)
+        throw CheckpointDamage(fmt::format("{}: renamed: its manifest is of step {}", entry->path, step));
+      use(reader);
+    };
+    const std::optional<std::string> damage = try_to_use(entry->path, use_named, world);
     if (!damage) {
       newest.path = entry->path;
       return newest;

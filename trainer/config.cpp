@@ -43,7 +43,9 @@ void validate(const DataConfig& data) {
   for (size_t i = 0; i < data.train.size(); ++i) {
     const std::string key = data.train.size() == 1 ? "data.train" : fmt::format("data.train[{}]", i);
     validate_path(key, data.train[i].path);
-    require(data.train[i].weight > 0, fmt::format("data.train[{}].weight", i), data.train[i].weight, "above 0");
+    constexpr double kLargestWeight = 1e9;  // sums of weights stay finite
+    require(data.train[i].weight > 0 && data.train[i].weight <= kLargestWeight, fmt::format("data.train[{}].weight", i),
+            data.train[i].weight, "above 0 and at most 1e9");
   }
   for (const NamedPath& set : data.eval) {
     // The names become keys of metrics.jsonl and TensorBoard tags.
@@ -123,7 +125,9 @@ void validate(const ParallelConfig& parallel, int64_t sequence_length) {
 
 void validate(const CheckpointConfig& checkpoint) {
   require(checkpoint.every >= 0, "checkpoint.every", checkpoint.every, "at least 0 (0: at the end alone)");
-  require(checkpoint.keep_last >= 1, "checkpoint.keep_last", checkpoint.keep_last, "at least 1");
+  constexpr int64_t kMostKept = 10000;
+  require(checkpoint.keep_last >= 1 && checkpoint.keep_last <= kMostKept, "checkpoint.keep_last", checkpoint.keep_last,
+          fmt::format("from 1 to {}; keep_every keeps more", kMostKept));
   require(checkpoint.keep_every >= 0, "checkpoint.keep_every", checkpoint.keep_every, "at least 0 (0: none)");
 }
 

@@ -219,7 +219,10 @@ class Reader {
     }
   }
   void assign(const YamlNode& node, const std::string& key, std::array<double, 2>& field) const {
-    if (node.kind != YamlNode::Kind::kList || node.children.size() != 2) refuse(node, key, "a list of two numbers");
+    if (node.kind != YamlNode::Kind::kList) refuse(node, key, "a list of two numbers");
+    if (node.children.size() != 2)
+      throw_user_error(source_.at(node.line, node.column), ": ", key, " has ", node.children.size(),
+                       " entries, must be a list of two numbers");
     for (size_t i = 0; i < 2; ++i) assign(node.children[i], fmt::format("{}[{}]", key, i), field[i]);
   }
   template <class T>

@@ -58,7 +58,7 @@ struct RemovedAtTheEnd {
 class ScoreFile {
  public:
   ScoreFile(const std::string& path, const Dataset& dataset)
-      : path_(path), temporary_{path + ".tmp"}, dataset_(dataset), file_(Hdf5File::create(temporary_.path)) {
+      : path_(checked(path)), temporary_{path + ".tmp"}, dataset_(dataset), file_(Hdf5File::create(temporary_.path)) {
     constexpr int64_t kChunkElements = int64_t{1} << 18;
     file_.create_growing_dataset("tokens", Hdf5Type::kI32, kChunkElements);
     file_.create_growing_dataset("logprob", Hdf5Type::kF32, kChunkElements);
@@ -87,6 +87,21 @@ class ScoreFile {
 
  private:
   static constexpr float kNoContext = std::numeric_limits<float>::quiet_NaN();
+
+  // Scores may be written anew; any other file, such as a token shard, is kept.
+  static const std::string& checked(const std::string& path) {
+    if (path_exists(path) && !holds_scores(path))
+      throw_user_error(path, ": exists and does not hold scores; name another file, or remove it");
+    return path;
+  }
+  static bool holds_scores(const std::string& path) {
+    try {
+      const Hdf5File file = Hdf5File::open(path);
+      return file.has_dataset("tokens") && file.has_dataset("logprob");
+    } catch (const UserError&) {
+      return false;  // not HDF5
+    }
+  }
 
   void append(const std::vector<float>& logprobs) {
     std::vector<int32_t> tokens(logprobs.size());

@@ -41,6 +41,14 @@ std::string name_of(const MeshShape& mesh) {
   return fmt::format("{} x {} x {}", mesh.data, mesh.sequence, mesh.tensor);
 }
 
+// The first few.
+std::string names_of(const std::vector<MeshShape>& layouts) {
+  constexpr size_t kMost = 8;
+  std::string text;
+  for (size_t i = 0; i < std::min(kMost, layouts.size()); ++i) text += (text.empty() ? "" : ", ") + name_of(layouts[i]);
+  return layouts.size() > kMost ? fmt::format("{} and {} more", text, layouts.size() - kMost) : text;
+}
+
 // Takes the larger of each.
 void take_most(PlannedLayout& planned, const RegionBytes& regions, const SentBytes& sent) {
   const auto take = [](int64_t& most, int64_t value) { most = std::max(most, value); };
@@ -136,13 +144,11 @@ Plan plan_layouts(const Config& config, const PlanRequest& request, Console& con
     progress.add(1);
   }
   if (fault) std::rethrow_exception(fault);
-  std::map<std::string, std::string> refused;  // reason -> layouts
+  std::map<std::string, std::vector<MeshShape>> refused;  // reason -> layouts
   for (size_t i = 0; i < all.size(); ++i) {
     if (!outcomes[i].planned) {
-      std::string& layouts = refused[outcomes[i].refused];
-      if (all[i].zero != 1) continue;
-      if (!layouts.empty()) layouts += ", ";
-      layouts += name_of(all[i].mesh);
+      std::vector<MeshShape>& layouts = refused[outcomes[i].refused];
+      if (layouts.empty() || name_of(layouts.back()) != name_of(all[i].mesh)) layouts.push_back(all[i].mesh);
       continue;
     }
     const PlannedLayout& planned = *outcomes[i].planned;
@@ -154,7 +160,8 @@ Plan plan_layouts(const Config& config, const PlanRequest& request, Console& con
       plan.layouts.push_back(planned);
     }
   }
-  for (const auto& [reason, layouts] : refused) plan.refused.push_back(fmt::format("{}: {}", layouts, reason));
+  for (const auto& [reason, layouts] : refused)
+    plan.refused.push_back(fmt::format("{}: {}", names_of(layouts), reason));
   std::sort(plan.layouts.begin(), plan.layouts.end(), [](const PlannedLayout& a, const PlannedLayout& b) {
     const auto key = [](const PlannedLayout& layout) {
       return std::tuple(layout.cost, layout.regions.total(), layout.mesh.tensor, layout.mesh.sequence, layout.zero);

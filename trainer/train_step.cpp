@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -85,9 +86,13 @@ StepResult TrainStep::finish(double lr) {
   if (applied) context_.hooks->values_changed(context_);
   if (planning) return {};
   const auto number = [](const Tensor& tensor) { return HostCopy(tensor).fetch().tensor().data<double>()[0]; };
-  return {.loss = number(loss_sum_) * loss_options_.grad_scale,
-          .z_loss = number(z_sum_) * loss_options_.grad_scale,
-          .grad_norm = std::sqrt(control.tensor().data<double>()[kNormSquared]),
+  // The sign of a NaN says nothing, and would print.
+  const auto unsigned_nan = [](double value) {
+    return std::isnan(value) ? std::numeric_limits<double>::quiet_NaN() : value;
+  };
+  return {.loss = unsigned_nan(number(loss_sum_) * loss_options_.grad_scale),
+          .z_loss = unsigned_nan(number(z_sum_) * loss_options_.grad_scale),
+          .grad_norm = unsigned_nan(std::sqrt(control.tensor().data<double>()[kNormSquared])),
           .applied = applied,
           .experts = expert_use()};
 }

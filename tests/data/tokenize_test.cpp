@@ -1,6 +1,7 @@
 #include "data/tokenize.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <zlib.h>
 
 #include <atomic>
@@ -115,6 +116,10 @@ TEST(Tokenize, MatchingLinesSeparateDocuments) {
   EXPECT_EQ(tokenized(folder, "a.txt", "CHAPTER 1\r\none CHAPTER 1\n--\nCHAPTER 22\n---\ntwo\0\nCHAPTER\nCHAPTER 3"s,
                       options),
             (Documents{"one CHAPTER 1\n--\n", "two\0\nCHAPTER\n"s}));
+  options.corpus.inputs = {folder / "a.txt"};
+  options.output = folder / "out";
+  EXPECT_EQ(tokenize(options).separators, 4);
+  remove_tree(folder / "out");
   EXPECT_NE(error_of(folder, "b.txt", "x", "(").find("--split (: not blank-lines and not a regular expression"),
             std::string::npos);
 }
@@ -316,6 +321,19 @@ TEST(OrderedPool, ThreadsGiveOutputsAndErrorsInOrder) {
   for (int value = 0; value < 70; ++value) EXPECT_EQ(pool.pop(), value * 2);
   EXPECT_EQ(user_error_of([&] { pool.pop(); }), "value 70");
   EXPECT_EQ(pool.num_pending(), 30u);
+}
+
+TEST(OrderedPool, MoreThreadsThanThereCanBeAreAUserError) {
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which need address space themselves
+  // Processes of root know no limit of their own, so the limit is that of the address space.
+  rlimit before = {};
+  ASSERT_EQ(::getrlimit(RLIMIT_AS, &before), 0);
+  const rlimit tight = {.rlim_cur = rlim_t{2} << 30, .rlim_max = before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_AS, &tight), 0);
+  const std::string message = user_error_of([] { OrderedPool<int, int> pool(4000, [](int value) { return value; }); });
+  ASSERT_EQ(::setrlimit(RLIMIT_AS, &before), 0);
+  EXPECT_NE(message.find("of 4000 threads could be started"), std::string::npos) << message;
+#endif
 }
 
 TEST(OrderedPool, ThreadsEndWithWorkLeft) {

@@ -82,6 +82,15 @@ TEST(Arena, MovedArenaOwnsTheMemory) {
   EXPECT_NE(second.allocate(DType::kF32, {4}).raw(), a.raw());
 }
 
+TEST(Arena, RehearsalsOfMoreThanAnyMachineHasEndBeforeSizesOverflow) {
+  Arena plan = Arena::planning("activations", Device::kCpu);
+  EXPECT_THROW(plan.allocate(DType::kF32, {int64_t{1} << 40, int64_t{1} << 40}), UserError);
+  EXPECT_THROW(plan.allocate(DType::kF64, {INT64_MAX, INT64_MAX, 2}), UserError);
+  plan.allocate(DType::kF64, {int64_t{1} << 52});
+  EXPECT_THROW(plan.allocate(DType::kF64, {int64_t{1} << 52}), UserError);
+  EXPECT_EQ(plan.allocate(DType::kF64, {0, int64_t{1} << 40}).bytes(), 0);
+}
+
 TEST(Arena, MemoryThatDoesNotExistIsAUserError) {
 #ifndef __SANITIZE_ADDRESS__  // whose allocator ends the program instead of returning nullptr
   EXPECT_THROW(Arena("activations", Device::kCpu, int64_t{1} << 60), UserError);

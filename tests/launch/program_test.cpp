@@ -1,43 +1,25 @@
 // The program as a user meets it: help, errors, exit codes, signals.
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <csignal>
-#include <functional>
-#include <thread>
 
 #include "data/dataset.h"
-#include "data/file_ops.h"
 #include "data/tokenizer.h"
-#include "tests/support/files.h"
-#include "tests/support/program.h"
+#include "tests/launch/run_folder.h"
 #include "tests/support/shard_files.h"
 #include "tests/support/training.h"
-#include "trainer/checkpoint_folder.h"
-#include "trainer/run_setup.h"
 
 namespace palimpsest {
 namespace {
 
+using support::expect_user_error;
 using support::is_one_line;
 using support::metrics_of;
 using support::ProgramResult;
 using support::read_file;
 using support::run_palimpsest;
-using support::SmallFileSystem;
 using support::TempDirectory;
 using support::write_file;
-
-// Exit code 2 and one line on standard error that holds every part.
-void expect_user_error(const std::vector<std::string>& arguments, const std::vector<std::string>& parts,
-                       const support::Environment& environment = {}) {
-  const ProgramResult result = run_palimpsest(arguments, environment);
-  EXPECT_EQ(result.exit_code, 2) << result.err;
-  EXPECT_TRUE(is_one_line(result.err)) << result.err;
-  EXPECT_TRUE(result.err.starts_with("error: ")) << result.err;
-  for (const std::string& part : parts)
-    EXPECT_NE(result.err.find(part), std::string::npos) << part << "\n" << result.err;
-}
 
 // ---- the command line -----------------------------------------------------------------------------------------------
 
@@ -49,10 +31,13 @@ TEST(Program, HelpOfEverySubcommandIsCompleteWithExitCodes) {
                                                           {"generate"},
                                                           {"tokenize"},
                                                           {"inspect"},
+                                                          {"checkpoint"},
+                                                          {"checkpoint", "merge"},
                                                           {"import"},
                                                           {"import", "hf"},
                                                           {"export"},
                                                           {"export", "hf"},
+                                                          {"plan"},
                                                           {"bench"},
                                                           {"bench", "train"},
                                                           {"bench", "kernels"}};
@@ -88,195 +73,53 @@ TEST(Program, MistypedArgumentsAreNamed) {
   expect_user_error({"train", "x.yaml", "--dry-rum"}, {"--dry-rum", "palimpsest train --help"});
   expect_user_error({"train"}, {"CONFIG"});
   expect_user_error({}, {"subcommand"});
-  expect_user_error({"bench", "train", "x.yaml", "--steps", "0"}, {"--steps"});
+  expect_user_error({"bench", "train", "x.yaml", "--steps", "0"}, {"--steps: '0' must be a whole number, at least 1"});
 }
 
-// ---- bad input ------------------------------------------------------------------------------------------------------
-
-// A folder with shards and the config of a short run.
-class RunFolder : public testing::Test {
- protected:
-  RunFolder() : config_(support::tiny_run_config(root_, "run")), file_(root_ / "config.yaml") {
-    write_file(file_, to_yaml(config_));
-  }
-
-  // Training ends with a user error, and nothing was written.
-  void expect_no_run(const std::vector<std::string>& parts, std::vector<std::string> overrides = {}) {
-    std::vector<std::string> arguments = {"train", file_};
-    arguments.insert(arguments.end(), overrides.begin(), overrides.end());
-    expect_user_error(arguments, parts);
-    EXPECT_FALSE(path_exists(config_.run.dir));
-  }
-  void train() { ASSERT_EQ(run_palimpsest({"train", file_}).exit_code, 0); }
-  std::string shard() const { return root_ / "shards/tokens-00000.h5"; }
-  std::string newest_rank_file() const {
-    return list_checkpoints(checkpoint_path(config_)).back().path + "/rank-00000-of-00001.h5";
-  }
-
-  TempDirectory root_;
-  Config config_;
-  std::string file_;
-};
-
-class BadInput : public RunFolder {};
-class TrainCommand : public RunFolder {};
-
-void flip_a_bit_in_the_middle(const std::string& path) {
-  std::string bytes = read_file(path);
-  bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 4);
-  write_file(path, bytes);
-}
-
-void truncate_to(const std::string& path, double part) {
-  const std::string bytes = read_file(path);
-  write_file(path, bytes.substr(0, static_cast<size_t>(part * static_cast<double>(bytes.size()))));
-}
-
-TEST_F(BadInput, Config) {
-  expect_no_run({"optimizer.learnig_rate", "override", "nearest"}, {"optimizer.learnig_rate=1"});
-  expect_no_run({"train.steps", "ture"}, {"train.steps=ture"});
-  expect_no_run({"train.micro_batch", "-1"}, {"train.micro_batch=-1"});
-  expect_no_run({"train.steps"}, {"train.steps"});
-  expect_no_run({"bf16", "device: cuda"}, {"precision=bf16"});
-  expect_no_run({"device is cuda"}, {"device=cuda"});
-  expect_no_run({"retnett", "known are"}, {"model.layers=[kda, retnett]"});
-  expect_no_run({"data.train is missing"}, {"data.train=null"});
-  expect_no_run({"train.steps is missing"}, {"train.steps=null"});
-  expect_user_error({"train", root_ / "none.yaml"}, {"none.yaml"});
-  write_file(file_, "train:\n  steps: 3\n  stepz: 4\n");
-  expect_no_run({"config.yaml:3:3", "stepz", "steps"});
-  write_file(file_, "train:\n  steps: 3\n  steps: 4\n");
-  expect_no_run({"config.yaml:3:3", "steps"});
-  write_file(file_, "train: {steps: 1e-3x}\n");
-  expect_no_run({"config.yaml:1:16", "1e-3x"});
-  write_file(file_, "train: {steps: [\n");
-  expect_no_run({"config.yaml:"});
-}
-
-TEST_F(BadInput, MissingOrForeignShards) {
-  expect_no_run({"nowhere"}, {"data.train=" + (root_ / "nowhere")});
-  expect_no_run({"shards", "37", "36"}, {"model.vocab_size=36"});
-  expect_no_run({"do not fill one row"}, {"data.sequence_length=100000"});
-  support::write_documents(root_ / "other", support::small_vocabulary(30), {50, 60});
-  expect_no_run({"data.eval", "other", "30 ids"}, {"data.eval=" + (root_ / "other")});
-  write_file(root_ / "text.h5", "not HDF5 at all");
-  expect_no_run({"text.h5"}, {"data.train=" + (root_ / "text.h5")});
-}
-
-TEST_F(BadInput, FlippedBitInAShard) {
-  flip_a_bit_in_the_middle(shard());
-  expect_no_run({"tokens-00000.h5"});
-}
-
-TEST_F(BadInput, TruncatedShard) {
-  truncate_to(shard(), 0.7);
-  expect_no_run({"tokens-00000.h5"});
-}
-
-TEST_F(BadInput, TruncatedEvaluationShard) {
-  truncate_to(root_ / "held_out/tokens-00000.h5", 0.9);
-  expect_no_run({"held_out/tokens-00000.h5"});
-}
-
-TEST_F(BadInput, EmptyCorpus) {
-  write_file(root_ / "empty.txt", "");
-  expect_user_error({"tokenize", "--out", root_ / "out", root_ / "empty.txt"}, {"no text"});
-  EXPECT_FALSE(path_exists(root_ / "out"));
-  expect_user_error({"tokenize", "--out", root_ / "out", root_ / "missing.txt"}, {"missing.txt"});
-  write_file(root_ / "broken.jsonl", "{\"text\": \"fine\"}\n{\"text\": 3}\n");
-  expect_user_error({"tokenize", "--out", root_ / "out", root_ / "broken.jsonl"}, {"broken.jsonl:2"});
-  EXPECT_FALSE(path_exists(root_ / "out"));
-}
-
-TEST_F(BadInput, DamagedCheckpoint) {
-  train();
-  const std::string whole = read_file(newest_rank_file());
-  const auto expect_damage = [&] {
-    expect_user_error({"eval", file_}, {"step-000010"});
-    expect_user_error({"train", file_, "train.steps=20"}, {"every checkpoint is damaged", "step-000010"});
-    expect_user_error({"inspect", list_checkpoints(checkpoint_path(config_)).back().path}, {"step-000010"});
+TEST(Program, NumbersOutOfRangeAndEmptyNamesAreRefused) {
+  const std::vector<std::string> generate = {"generate", "x.yaml"}, tokenize = {"tokenize", "--out", "o", "a.txt"};
+  struct Bad {
+    std::vector<std::string> command;
+    const char* option;
+    const char* value;
+    const char* message;
   };
-  flip_a_bit_in_the_middle(newest_rank_file());
-  expect_damage();
-  write_file(newest_rank_file(), whole);
-  truncate_to(newest_rank_file(), 0.5);
-  expect_damage();
-}
-
-TEST_F(BadInput, CheckpointOfAnotherModel) {
-  train();
-  expect_user_error({"train", file_, "model.hidden_size=40"}, {"model.hidden_size (20 there, 40 here)"});
-  expect_user_error({"eval", file_, "model.mlp.intermediate_size=40"}, {"model.mlp.intermediate_size"});
-  expect_user_error({"eval", file_, "from=" + (root_ / "nowhere")}, {"nowhere"});
-  expect_user_error({"train", file_, "resume=none"}, {"holds a run at step 10"});
-}
-
-TEST_F(BadInput, DamagedSafetensors) {
-  create_directories(root_ / "public");
-  const std::string source = std::string(PALIMPSEST_SOURCE_DIR) + "/tests/golden/models/kimi_linear_dense";
-  write_file(root_ / "public/config.json", read_file(source + "/config.json"));
-  const std::string whole = read_file(source + "/model.safetensors");
-  for (const size_t kept : {size_t{4}, size_t{100}, whole.size() - 1}) {
-    write_file(root_ / "public/model.safetensors", whole.substr(0, kept));
-    expect_user_error({"import", "hf", root_ / "public", root_ / "imported"}, {"model.safetensors"});
-    EXPECT_FALSE(path_exists(root_ / "imported"));
+  for (const Bad& bad : std::vector<Bad>{
+           {generate, "--max-tokens", "-1", "'-1' must be a whole number, at least 0 and at most 1073741824 ("},
+           {generate, "--max-tokens", "9999999999999", "must be a whole number"},
+           {generate, "--max-tokens", "1e3", "'1e3' must be a whole number"},
+           {generate, "--seed", "-1", "'-1' must be a whole number, at least 0 ("},
+           {generate, "--seed", "99999999999999999999", "must be a whole number"},
+           {tokenize, "--threads", "100000", "at most 1024"},
+           {tokenize, "--threads", "x", "'x' must be a whole number"},
+           {tokenize, "--train-sentencepiece", "0", "at least 1"},
+           {tokenize, "--split", "", "must not be empty"},
+           {tokenize, "--tokenizer", "", "must not be empty"},
+           {{"tokenize", "a.txt"}, "--out", "", "must not be empty"},
+           {{"score", "x.yaml", "--tokens", "s"}, "--out", "", "must not be empty"},
+           {{"eval", "x.yaml"}, "--stride", "0", "at least 1 ("},
+           {{"eval", "x.yaml"}, "--json", "", "must not be empty"},
+           {{"plan", "x.yaml"}, "--ranks", "0", "at least 1"},
+           {{"plan", "x.yaml", "--ranks", "4"}, "--memory", "-1", "'-1' must be a number above 0"},
+           {{"plan", "x.yaml", "--ranks", "4"}, "--memory", "inf", "must be a number above 0"},
+           {{"bench", "kernels", "x.yaml"}, "--seconds", "1s", "'1s' must be a number above 0"}}) {
+    std::vector<std::string> words = bad.command;
+    words.insert(words.end(), {bad.option, bad.value});
+    expect_user_error(words, {std::string("error: ") + bad.option + ": ", bad.message});
   }
-  std::string flipped = whole;
-  flipped[3] = static_cast<char>(flipped[3] ^ 0x40);  // in the length of the header
-  write_file(root_ / "public/model.safetensors", flipped);
-  expect_user_error({"import", "hf", root_ / "public", root_ / "imported"}, {"model.safetensors"});
+  expect_user_error({"checkpoint", "merge", "run", ""}, {"OUT: must not be empty"});
 }
 
-TEST_F(BadInput, ReadOnlyOrFullOutput) {
-  const SmallFileSystem read_only(1 << 24, /*read_only=*/true), full(1 << 14);
-  if (!read_only.mounted() || !full.mounted()) GTEST_SKIP() << "mounting needs root";
-  expect_user_error({"train", file_, "run.dir=" + (read_only / "run")}, {read_only.path(), "Read-only"});
-  expect_user_error({"train", file_, "run.dir=" + (full / "run")}, {full.path(), "bytes are required", "free"});
-  expect_user_error({"tokenize", "--out", read_only / "out", file_ + "x"}, {"config.yamlx"});
-  write_file(root_ / "text.txt", std::string(1 << 16, 'a'));
-  expect_user_error({"tokenize", "--out", read_only / "out", root_ / "text.txt"}, {read_only.path(), "Read-only"});
-  expect_user_error({"tokenize", "--out", full / "out", root_ / "text.txt"}, {full.path(), "No space left"});
-  train();
-  expect_user_error({"eval", file_, "--json", read_only / "e.json"}, {read_only.path(), "Read-only"});
-  expect_user_error({"score", file_, "--tokens", root_ / "shards", "--out", full / "s.h5"},
-                    {full.path(), "No space left"});
-  EXPECT_EQ(list_directory(full.path()), std::vector<std::string>());
-}
-
-TEST_F(BadInput, DiskThatFillsDuringASaveEndsTheRunAndLeavesTheOldCheckpoint) {
-  for (const char* background : {"true", "false"}) {
-    const std::string dir = root_ / (std::string("run-") + background);
-    const ProgramResult result = run_palimpsest(
-        {"train", file_, "run.dir=" + dir, "checkpoint.every=2", std::string("checkpoint.background=") + background},
-        {{"PALIMPSEST_FAIL_AT_FILE_OPERATION", "400"}});
-    EXPECT_EQ(result.exit_code, 2) << result.err;
-    EXPECT_TRUE(is_one_line(result.err)) << result.err;
-    EXPECT_NE(result.err.find("No space left on device"), std::string::npos) << result.err;
-    EXPECT_NE(result.err.find("step-0000"), std::string::npos) << result.err;
-    const auto left = list_checkpoints(dir + "/checkpoints");
-    ASSERT_FALSE(left.empty());
-    EXPECT_TRUE(left.back().has_manifest);
-    EXPECT_EQ(run_palimpsest({"train", file_, "run.dir=" + dir}).exit_code, 0);
-  }
-}
+class TrainCommand : public support::RunFolder {};
 
 // ---- runs -----------------------------------------------------------------------------------------------------------
-
-void wait_for_lines(const Config& config, size_t count) {
-  const std::string path = config.run.dir + "/metrics.jsonl";
-  for (int i = 0; i < 600; ++i) {
-    if (path_exists(path) && metrics_of(config).size() >= count) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  }
-  FAIL() << "no metrics after 30 seconds";
-}
 
 TEST_F(TrainCommand, SignalsSaveAndExitWithZero) {
   for (const int signal : {SIGTERM, SIGUSR1}) {
     Config config = config_;
     config.run.dir = root_ / ("signal-" + std::to_string(signal));
     support::RunningProgram program({"train", file_, "run.dir=" + config.run.dir, "train.steps=100000000"}, {});
-    wait_for_lines(config, 3);
+    support::wait_for_steps(config, 3);
     program.signal(signal);
     const ProgramResult result = program.wait();
     EXPECT_EQ(result.exit_code, 0) << result.err;
@@ -303,6 +146,35 @@ TEST_F(TrainCommand, EvalReportsSeveralSetsByName) {
   const auto report = nlohmann::json::parse(read_file(root_ / "eval.json"));
   EXPECT_GT(report.at("a").at("tokens").get<int64_t>(), report.at("b").at("tokens").get<int64_t>());
   EXPECT_GT(report.at("b").at("perplexity").get<double>(), 1.0);
+}
+
+TEST_F(TrainCommand, ReportsGoToStandardOutputAlone) {
+  train();
+  const ProgramResult eval = run_palimpsest({"eval", file_, "--json", "-"});
+  EXPECT_EQ(eval.exit_code, 0) << eval.err;
+  EXPECT_GT(nlohmann::json::parse(eval.out).at("tokens").get<int64_t>(), 0);
+  EXPECT_NE(eval.err.find("perplexity"), std::string::npos) << eval.err;
+  const ProgramResult plan = run_palimpsest({"plan", file_, "--ranks", "2", "--json", "-"});
+  EXPECT_EQ(plan.exit_code, 0) << plan.err;
+  EXPECT_FALSE(nlohmann::json::parse(plan.out).empty());
+}
+
+TEST_F(TrainCommand, OutputThatCannotBeWrittenIsAnErrorOfCommandsThatPrint) {
+  train();
+  const auto with_output = [&](const std::string& redirection, const std::string& arguments) {
+    return support::run_command_line({"/bin/sh", "-c", PALIMPSEST_BINARY " " + arguments + redirection});
+  };
+  for (const std::string& arguments : {"inspect " + config_.run.dir, "eval " + file_, std::string("train --explain")}) {
+    const ProgramResult result = with_output(" > /dev/full", arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments;
+    EXPECT_NE(result.err.find("error: standard output cannot be written"), std::string::npos) << result.err;
+  }
+  EXPECT_EQ(with_output(" > /dev/full", "train " + file_ + " train.steps=12").exit_code, 0);
+  // A closed stream's place is not taken by a file of the run, into which its lines would go.
+  EXPECT_EQ(with_output(" >&-", "train " + file_ + " train.steps=14").exit_code, 0);
+  EXPECT_EQ(run_palimpsest({"inspect", config_.run.dir, "--verify"}).exit_code, 0);
+  const ProgramResult streams = with_output(" <&- >&- 2>&-", "tokenize --out " + (root_ / "t") + " " + file_ + ".txt");
+  EXPECT_EQ(streams.exit_code, 2);
 }
 
 TEST_F(TrainCommand, PrintsOneFieldAndNothingElse) {
@@ -355,6 +227,18 @@ TEST(Program, TextGoesInAndComesOut) {
   const ProgramResult verified = run_palimpsest({"inspect", root / "run", "--verify"});
   EXPECT_EQ(verified.exit_code, 0);
   EXPECT_TRUE(is_one_line(verified.out)) << verified.out;
+}
+
+TEST(Program, TokenizeSaysWhenNoLineSeparates) {
+  const TempDirectory root;
+  write_file(root / "text.txt", "one\n\ntwo\n");
+  const ProgramResult typo =
+      run_palimpsest({"tokenize", "--out", root / "a", root / "text.txt", "--split", "blank-line"});
+  EXPECT_EQ(typo.exit_code, 0) << typo.err;
+  EXPECT_NE(typo.out.find("warning: --split blank-line: no line"), std::string::npos) << typo.out;
+  const ProgramResult right =
+      run_palimpsest({"tokenize", "--out", root / "b", root / "text.txt", "--split", "blank-lines"});
+  EXPECT_EQ(right.out.find("warning"), std::string::npos) << right.out;
 }
 
 TEST(Program, TokenizersOfPublicModelsMakeShardsAndTakePrompts) {

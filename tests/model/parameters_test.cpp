@@ -79,6 +79,15 @@ TEST(Parameters, OfAGatedDeltaNetLayer) {
                                            {"linear_attn.out_proj.weight", "[20, 30]"}}));
 }
 
+TEST(Parameters, OfARetnetLayer) {
+  EXPECT_EQ(layer_of("retnet"), (ShapesByName{{"retention.q_proj.weight", "[1024, 20]"},  // 8 heads of 128
+                                              {"retention.k_proj.weight", "[1024, 20]"},
+                                              {"retention.v_proj.weight", "[1024, 20]"},
+                                              {"retention.g_proj.weight", "[1024, 20]"},
+                                              {"retention.g_norm.weight", "[128]"},
+                                              {"retention.o_proj.weight", "[20, 1024]"}}));
+}
+
 TEST(Parameters, OfAnMlaLayer) {
   EXPECT_EQ(layer_of("mla"), (ShapesByName{{"self_attn.q_a_proj.weight", "[9, 20]"},
                                            {"self_attn.q_a_layernorm.weight", "[9]"},

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "parallel/planned_mesh.h"
+#include "tests/support/files.h"
 #include "tests/support/tiny_run.h"
 
 namespace palimpsest {
@@ -61,6 +62,12 @@ TEST(Plan, RowsMustDivideAmongDataRanks) {
   Config config = two_heads();
   EXPECT_THROW(plan_of(config, {.ranks = 16, .layout = MeshShape{.data = 16}}), UserError);
   EXPECT_THROW(plan_of(config, {.ranks = 8, .layout = MeshShape{.data = 3, .tensor = 2}}), UserError);
+}
+
+TEST(Plan, NamesTheFirstOfManyLayoutsThatCannotRun) {
+  const std::string message = support::user_error_of([] { plan_of(two_heads(), {.ranks = 1 << 18}); });
+  EXPECT_NE(message.find(" more: "), std::string::npos) << message;
+  EXPECT_LT(message.size(), 300U) << message;
 }
 
 TEST(Plan, LeavesOutWhatNeedsTooMuchMemory) {

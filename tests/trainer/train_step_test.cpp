@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 
+#include "tests/support/program.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tiny_run.h"
 
@@ -108,6 +109,33 @@ TEST(TrainStep, LossFallsOnTextItSeesAgain) {
   EXPECT_LT(last, 0.5 * first);
 }
 
+// Channels that forget everything beside channels that keep everything, over many layers and steps.
+TEST(TrainStep, DeepModelsWithGatesAtBothEndsStayFinite) {
+  Config config = tiny_config(Precision::kF32, {"kda", "gdn"});
+  config.model.num_layers = 24;
+  config.optimizer.lr = 1e-2;
+  for (const int64_t seed : {1, 2, 3}) {
+    config.run.seed = seed;
+    TinyRun run(config, 64);
+    int64_t extreme = 0;
+    for (const Parameter& parameter : run.registry().parameters()) {
+      if (!parameter.spec.name.ends_with("dt_bias")) continue;
+      float* values = parameter.value.data<float>();  // log decay of about -exp(A_log) softplus(value)
+      for (int64_t i = 0; i < parameter.value.numel(); ++i) values[i] = ++extreme % 2 == 0 ? 1000.0f : -1000.0f;
+    }
+    ASSERT_GT(extreme, 0);
+    const int64_t steps = support::kSanitized ? 5 : 300;
+    double first = 0.0, last = 0.0;
+    for (int64_t i = 0; i < steps; ++i) {
+      const OwnedBatch batch(random_documents({25, 1, 14}, kVocab, static_cast<uint64_t>(i % 4)));
+      const StepResult result = run.step().run({&batch.input(), 1}, batch.num_targets(), config.optimizer.lr);
+      ASSERT_TRUE(result.applied) << "seed " << seed << ", step " << i + 1;
+      (i == 0 ? first : last) = result.loss;
+    }
+    EXPECT_LT(last, first);
+  }
+}
+
 TEST(TrainStep, NormIsConstantWithoutALearningRate) {
   // Gradients are cleared each step, so nothing piles up.
   TinyRun run(tiny_config());
@@ -179,6 +207,7 @@ TEST_F(NonFinite, LossSkipsTheStep) {
   const StepResult result = run_.step().run({&batch_.input(), 1}, batch_.num_targets(), kLr);
   EXPECT_FALSE(result.applied);
   EXPECT_FALSE(std::isfinite(result.loss));
+  EXPECT_FALSE(std::signbit(result.loss));  // "nan", not "-nan"
   EXPECT_EQ(run_.step().applied_steps(), 1);
   EXPECT_EQ(first_non_finite_weight(run_.registry()), "weight model.norm.weight");
 }

@@ -160,6 +160,16 @@ TEST(Trainer, StopsAndSavesWhenItsTimeIsUp) {
   EXPECT_TRUE(has_manifest(checkpoint_path(config) + "/" + checkpoint_name(static_cast<int64_t>(metrics.size()))));
 }
 
+TEST(Trainer, MoreThanThePeakIsAWarningOnce) {
+  const TempDirectory root;
+  Config config = tiny_run_config(root, "run");
+  config.hardware.peak_tflops = 1e-12;
+  const std::string log = train_quietly(config), warning = "set hardware.peak_tflops";
+  const size_t at = log.find(warning);
+  EXPECT_NE(at, std::string::npos) << log;
+  EXPECT_EQ(log.find(warning, at + 1), std::string::npos);
+}
+
 TEST(Trainer, SkipsNonFiniteStepsAndStopsAfterTooMany) {
   const TempDirectory root;
   Config config = tiny_run_config(root, "run");
