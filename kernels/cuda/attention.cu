@@ -6,7 +6,10 @@
 // are f32 in registers; probabilities are rounded as operands of the second product.
 #include "kernels/attention.h"
 
+#include <optional>
+
 #include "kernels/cuda/attention.cuh"
+#include "kernels/cuda/attention_fused.h"
 
 namespace palimpsest::cuda {
 
@@ -152,12 +155,10 @@ __global__ void __launch_bounds__(kAttentionThreads) attention_fwd_kernel(const 
   store_rows(p.o, o, start + first, head, first_row, n, norm);
 }
 
-}  // namespace
-
-void attention_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k, const Tensor& v,
-                       double scale, const Documents& queries, const Documents& keys) {
+void run_forward(Stream& stream, const Tensor& o, const Tensor& lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                 double scale, const Documents& queries, const Documents& keys, const std::vector<bool>& taken) {
   const Arena::Scope scope(stream.scratch());
-  const BlockList blocks = make_blocks(stream, queries);
+  const BlockList blocks = make_blocks(stream, queries, taken);
   const DocumentList key_documents = upload(stream, keys);
   with_head_units(q.dtype(), q.dim(2), v.dim(2), [&](auto zero, auto units) {
     using T = decltype(zero);
@@ -179,6 +180,21 @@ void attention_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, co
             .shared_bytes = ForwardMemory<T>::bytes(problem.Kp, problem.Vp)},
            problem);
   });
+}
+
+}  // namespace
+
+void attention_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                       double scale, const Documents& queries, const Documents& keys) {
+  std::optional<FusedDocuments> fused;
+  if (queries.offsets() == keys.offsets())
+    fused.emplace(
+        stream,
+        AttentionBackwardArgs{
+            .dq = {}, .dk = {}, .dv = {}, .d_o = {}, .q = q, .k = k, .v = v, .o = o, .lse = lse, .scale = scale},
+        queries);
+  run_forward(stream, o, lse, q, k, v, scale, queries, keys, fused ? fused->taken() : std::vector<bool>{});
+  if (fused) fused->run(stream);
 }
 
 }  // namespace palimpsest::cuda

@@ -34,10 +34,13 @@ struct BlockList {
   }
 };
 
-inline BlockList make_blocks(const Stream& stream, const Documents& documents) {
+// Documents that others have taken have none.
+inline BlockList make_blocks(const Stream& stream, const Documents& documents, const std::vector<bool>& taken) {
   std::vector<int64_t> first_block = {0};
-  for (int64_t document = 0; document < documents.count(); ++document)
-    first_block.push_back(first_block.back() + ceil_div(documents.length(document), kBlock));
+  for (int64_t document = 0; document < documents.count(); ++document) {
+    const bool is_taken = !taken.empty() && taken[static_cast<size_t>(document)];
+    first_block.push_back(first_block.back() + (is_taken ? 0 : ceil_div(documents.length(document), kBlock)));
+  }
   return {upload(stream, documents), upload_numbers(stream, first_block), first_block.back()};
 }
 

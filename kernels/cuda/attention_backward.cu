@@ -8,6 +8,7 @@
 // registers; P and dS are rounded as operands.
 #include "kernels/attention.h"
 #include "kernels/cuda/attention.cuh"
+#include "kernels/cuda/attention_fused.h"
 #include "kernels/cuda/reduce.cuh"
 
 namespace palimpsest::cuda {
@@ -186,12 +187,12 @@ __global__ void __launch_bounds__(kAttentionThreads)
   store_rows(p.dq, dq, start + first_query, head, first_row, num_queries, one);
 }
 
-}  // namespace
-
-void attention_backward(Stream& stream, const AttentionBackwardArgs& args, const Documents& documents) {
+void run_backward(Stream& stream, const AttentionBackwardArgs& args, const Documents& documents,
+                  const std::vector<bool>& taken) {
   const Arena::Scope scope(stream.scratch());
-  const BlockList blocks = make_blocks(stream, documents);
+  const BlockList blocks = make_blocks(stream, documents, taken);
   const Tensor delta = stream.scratch().allocate(DType::kF32, args.lse.shape());
+  if (blocks.num_blocks == 0) return;
   with_head_units(args.q.dtype(), args.q.dim(2), args.v.dim(2), [&](auto zero, auto units) {
     using T = decltype(zero);
     using Units = decltype(units);
@@ -223,6 +224,14 @@ void attention_backward(Stream& stream, const AttentionBackwardArgs& args, const
     launch(stream, attention_bwd_keys_kernel<T, Units>, shape(problem.H / problem.group), problem);
     launch(stream, attention_bwd_queries_kernel<T, Units>, shape(problem.H), problem);
   });
+}
+
+}  // namespace
+
+void attention_backward(Stream& stream, const AttentionBackwardArgs& args, const Documents& documents) {
+  const FusedDocuments fused(stream, args, documents);
+  run_backward(stream, args, documents, fused.taken());
+  fused.run(stream);
 }
 
 }  // namespace palimpsest::cuda

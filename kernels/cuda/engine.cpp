@@ -1,5 +1,6 @@
 #include "kernels/cuda/engine.h"
 
+#include "kernels/cuda/attention_cudnn.h"
 #include "kernels/cuda/check.h"
 
 namespace palimpsest::cuda {
@@ -72,6 +73,7 @@ Engine::Engine() {
 }
 
 Engine::~Engine() {
+  fused_attention_.reset();
   plans_.clear();
   if (blas_ != nullptr) cublasLtDestroy(blas_);
   if (queue_ != nullptr) {
@@ -84,6 +86,11 @@ const ProductPlan& Engine::plan(const ProductKey& key, int64_t workspace_bytes) 
   std::unique_ptr<ProductPlan>& plan = plans_[key];
   if (plan == nullptr) plan = std::make_unique<ProductPlan>(blas_, key, workspace_bytes);
   return *plan;
+}
+
+FusedAttention& Engine::fused_attention() {
+  if (fused_attention_ == nullptr) fused_attention_ = std::make_unique<FusedAttention>(queue_);
+  return *fused_attention_;
 }
 
 Engine* make_engine() {

@@ -39,6 +39,8 @@ class ProductPlan {
   bool found_ = false;
 };
 
+class FusedAttention;
+
 class Engine {
  public:
   Engine();
@@ -49,11 +51,13 @@ class Engine {
   cudaStream_t queue() const { return queue_; }
   cublasLtHandle_t blas() const { return blas_; }
   const ProductPlan& plan(const ProductKey& key, int64_t workspace_bytes);
+  FusedAttention& fused_attention();  // see kernels/cuda/attention_cudnn.h; made when first asked for
 
  private:
   cudaStream_t queue_ = nullptr;
   cublasLtHandle_t blas_ = nullptr;
   std::map<ProductKey, std::unique_ptr<ProductPlan>> plans_;
+  std::unique_ptr<FusedAttention> fused_attention_;
 };
 
 inline cudaStream_t queue_of(const Stream& stream) {

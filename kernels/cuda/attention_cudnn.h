@@ -1,0 +1,54 @@
+// cuDNN's fused attention: plans of its graphs, each for one shape, made when first asked for. A build without cuDNN
+// has none (kernels/no_cudnn).
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <memory>
+
+struct CUstream_st;  // what a cudaStream_t points to
+
+namespace palimpsest::cuda {
+
+// Causal attention in bf16 over B sequences of S tokens, one behind the other; H query heads, of which H / HKV share a
+// key head; keys of K and values of V elements. Backward sums in a fixed order.
+struct FusedShape {
+  bool is_backward = false;
+  bool ends_early = false;  // sequences may be shorter than S
+  int64_t B = 0, S = 0, H = 0, HKV = 0, K = 0, V = 0;
+  float scale = 1.0F;
+  // Elements from a token to the next; those of gradients in backward alone.
+  int64_t q_row = 0, k_row = 0, v_row = 0, o_row = 0;
+  int64_t d_o_row = 0, dq_row = 0, dk_row = 0, dv_row = 0;
+
+  auto operator<=>(const FusedShape& other) const = default;
+};
+
+// Addresses on the GPU; of bf16 elements, on 16 bytes, where nothing else is said.
+struct FusedOperands {
+  void *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
+  void *d_o = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr;
+  float* lse = nullptr;        // [B, H, S]
+  int32_t* lengths = nullptr;  // [B], of sequences that end early
+};
+
+class FusedAttention {
+ public:
+  static bool is_built_in();
+
+  explicit FusedAttention(CUstream_st* queue);
+  ~FusedAttention();
+  FusedAttention(const FusedAttention&) = delete;
+  FusedAttention& operator=(const FusedAttention&) = delete;
+
+  // Whether the library computes this with so much workspace. The first answer for a shape takes a while.
+  bool serves(const FusedShape& shape, int64_t workspace_bytes);
+  // Of a shape that is served.
+  void run(const FusedShape& shape, const FusedOperands& operands, void* workspace);
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace palimpsest::cuda

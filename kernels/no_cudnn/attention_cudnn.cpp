@@ -1,0 +1,25 @@
+// In builds without cuDNN.
+#include "kernels/cuda/attention_cudnn.h"
+
+#include "kernels/check.h"
+
+namespace palimpsest::cuda {
+
+struct FusedAttention::Parts {};
+
+bool FusedAttention::is_built_in() {
+  return false;
+}
+
+FusedAttention::FusedAttention(CUstream_st*) {}
+FusedAttention::~FusedAttention() = default;
+
+bool FusedAttention::serves(const FusedShape&, int64_t) {
+  return false;
+}
+
+void FusedAttention::run(const FusedShape&, const FusedOperands&, void*) {
+  CHECK(false, "this build has no cuDNN");
+}
+
+}  // namespace palimpsest::cuda

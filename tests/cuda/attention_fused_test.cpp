@@ -1,0 +1,135 @@
+#include "kernels/cuda/attention_fused.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/device.h"
+#include "kernels/random.h"
+#include "tests/cuda/lab.h"
+
+namespace palimpsest {
+
+namespace {
+
+using support::Lab;
+
+struct Case {
+  int64_t H, HKV, K, V;
+  int64_t gap = 0;  // between rows
+};
+
+// Forward and backward; on a GPU in bf16 by cuDNN alone, however short the documents.
+void run_fused(Lab& lab, const Documents& documents, const Case& c) {
+  const int64_t N = documents.num_tokens();
+  const auto input = [&](const char* name, int64_t heads, int64_t size) {
+    return lab.input(name, {N, heads, size}, 1, c.gap);
+  };
+  AttentionBackwardArgs args = {.q = input("q", c.H, c.K),
+                                .k = input("k", c.HKV, c.K),
+                                .v = input("v", c.HKV, c.V),
+                                .o = lab.output("o", {N, c.H, c.V}, c.gap),
+                                .lse = lab.statistics("lse", {N, c.H}),
+                                .scale = 1 / std::sqrt(static_cast<double>(c.K))};
+  const bool fused = lab.dtype() == DType::kBF16;
+  const auto by_cudnn = [&] {
+    const cuda::FusedDocuments work(lab.stream(), args, documents, {.shortest = 1});
+    for (int64_t i = 0; i < documents.count() && !lab.stream().is_planning(); ++i)
+      EXPECT_EQ(work.taken()[static_cast<size_t>(i)], documents.length(i) > 0) << "document " << i;
+    work.run(lab.stream());
+  };
+  if (fused)
+    by_cudnn();
+  else
+    attention_forward(lab.stream(), args.o, args.lse, args.q, args.k, args.v, args.scale, documents, documents);
+  args.d_o = input("d_o", c.H, c.V);
+  args.dq = lab.output("dq", {N, c.H, c.K}, c.gap);
+  args.dk = lab.output("dk", {N, c.HKV, c.K}, c.gap);
+  args.dv = lab.output("dv", {N, c.HKV, c.V});
+  if (fused)
+    by_cudnn();
+  else
+    attention_backward(lab.stream(), args, documents);
+}
+
+#define SKIP_WITHOUT_CUDNN()                                               \
+  SKIP_WITHOUT_GPU();                                                      \
+  if (!cuda::FusedAttention::is_built_in() || gpu_properties().major != 9) \
+  GTEST_SKIP() << "there is no cuDNN, or no "                              \
+                  "Hopper GPU"
+
+}  // namespace
+
+TEST(FusedAttention, CopiedDocumentsMatchTheCpu) {
+  SKIP_WITHOUT_CUDNN();
+  for (const Documents& documents : support::odd_documents())
+    for (const Case& c : {Case{2, 2, 192, 128}, Case{4, 2, 64, 64, 8}, Case{4, 1, 128, 128, 3}, Case{1, 1, 256, 256}})
+      support::expect_same_on_gpu([&](Lab& lab) { run_fused(lab, documents, c); });
+}
+
+TEST(FusedAttention, RowsInPlaceMatchTheCpu) {
+  SKIP_WITHOUT_CUDNN();
+  for (const Documents& documents : {Documents::rows(3, 128), Documents::rows(1, 384)})
+    for (const Case& c : {Case{2, 2, 192, 128, 8}, Case{4, 2, 64, 64}, Case{2, 1, 192, 128}, Case{2, 2, 128, 128, 16}})
+      support::expect_same_on_gpu([&](Lab& lab) { run_fused(lab, documents, c); });
+}
+
+// Some documents by cuDNN, the others by the plain kernels.
+TEST(FusedAttention, SharesABatchWithThePlainKernels) {
+  SKIP_WITHOUT_CUDNN();
+  const Documents documents({0, 300, 303, 863, 863, 1000, 1256, 1300});
+  support::expect_same_on_gpu([&](Lab& lab) {
+    const int64_t N = documents.num_tokens();
+    const Tensor q = lab.input("q", {N, 2, 192}), k = lab.input("k", {N, 2, 192}), v = lab.input("v", {N, 2, 128});
+    const Tensor o = lab.output("o", {N, 2, 128}), lse = lab.statistics("lse", {N, 2});
+    attention_forward(lab.stream(), o, lse, q, k, v, 0.07, documents, documents);
+    attention_backward(lab.stream(),
+                       {.dq = lab.output("dq", {N, 2, 192}),
+                        .dk = lab.output("dk", {N, 2, 192}),
+                        .dv = lab.output("dv", {N, 2, 128}),
+                        .d_o = lab.input("d_o", {N, 2, 128}),
+                        .q = q,
+                        .k = k,
+                        .v = v,
+                        .o = o,
+                        .lse = lse,
+                        .scale = 0.07},
+                       documents);
+  });
+}
+
+// A training run plans for rows of one document, and for documents of one token.
+TEST(FusedAttention, WhatRowsNeedSufficesForAllShorterDocuments) {
+  const auto scratch_of = [](const Documents& documents, const Case& c) {
+    Arena scratch = Arena::planning("scratch", Device::kCuda), tensors = Arena::planning("tensors", Device::kCuda);
+    Stream stream(Device::kCuda, scratch);
+    const int64_t N = documents.num_tokens();
+    const auto tensor = [&](int64_t heads, int64_t size) { return tensors.allocate(DType::kBF16, {N, heads, size}); };
+    AttentionBackwardArgs args = {.q = tensor(c.H, c.K),
+                                  .k = tensor(c.HKV, c.K),
+                                  .v = tensor(c.HKV, c.V),
+                                  .o = tensor(c.H, c.V),
+                                  .lse = tensors.allocate(DType::kF32, {N, c.H})};
+    attention_forward(stream, args.o, args.lse, args.q, args.k, args.v, 1.0, documents, documents);
+    args.d_o = args.o;
+    args.dq = args.q;
+    args.dk = args.k;
+    args.dv = args.v;
+    attention_backward(stream, args, documents);
+    return scratch.peak();
+  };
+  for (const Case& c : {Case{8, 8, 192, 128}, Case{16, 2, 128, 128}})
+    for (const int64_t row : {200, 1024, 4096, 5000, 16384}) {
+      const int64_t N = 4 * row;
+      const int64_t planned = std::max(scratch_of(Documents::rows(4, row), c), scratch_of(Documents::rows(N, 1), c));
+      uint64_t draw = 0;
+      for (int i = 0; i < 20; ++i) {
+        std::vector<int64_t> offsets = {0};
+        const int64_t most = 1 + static_cast<int64_t>(random_bits(1, 2, draw++)) % row;
+        while (offsets.back() < N)
+          offsets.push_back(std::min(N, offsets.back() + 1 + static_cast<int64_t>(random_bits(1, 2, draw++)) % most));
+        EXPECT_LE(scratch_of(Documents(offsets), c), planned) << "rows of " << row << ", documents up to " << most;
+      }
+    }
+}
+
+}  // namespace palimpsest
