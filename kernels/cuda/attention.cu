@@ -15,8 +15,6 @@ namespace palimpsest::cuda {
 
 namespace {
 
-template <class T>
-constexpr int kStages = sizeof(T) == 2 ? 2 : 1;
 constexpr int kScoreUnits = kBlock / kUnitColumns;
 
 template <class T>
@@ -30,36 +28,10 @@ struct ForwardProblem {
   DocumentList keys;
 };
 
-template <class T>
-struct ForwardMemory {
-  T *q, *stages;  // [kBlock, key_row]; stages of k [kBlock, key_row] and v [kBlock, value_row]
-  int key_row, value_row;
-
-  static int64_t bytes(int Kp, int Vp) {
-    const int64_t keys = Kp + kRowPad<T>, values = Vp + kRowPad<T>;
-    return kBlock * (keys + kStages<T> * (keys + values)) * static_cast<int64_t>(sizeof(T));
-  }
-  __device__ ForwardMemory(unsigned char* shared, int Kp, int Vp)
-      : q(reinterpret_cast<T*>(shared)), key_row(Kp + kRowPad<T>), value_row(Vp + kRowPad<T>) {
-    stages = q + kBlock * key_row;
-  }
-  __device__ T* k(int64_t i) const { return stages + i % kStages<T> * kBlock * (key_row + value_row); }
-  __device__ T* v(int64_t i) const { return k(i) + kBlock * key_row; }
-};
-
-__device__ inline float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
-  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
-}
-__device__ inline float quad_sum(float x) {
-  x += __shfl_xor_sync(kAllLanes, x, 1);
-  return x + __shfl_xor_sync(kAllLanes, x, 2);
-}
-
 template <class T, class Units>
 __global__ void __launch_bounds__(kAttentionThreads) attention_fwd_kernel(const __grid_constant__ ForwardProblem<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const ForwardMemory<T> s(shared, p.Kp, p.Vp);
+  const WalkMemory<T, kBlock> s(shared, p.Kp, p.Vp, false);
   const int first_row = static_cast<int>(threadIdx.x) / kWarp * kUnitRows;
   const int64_t head = blockIdx.x % p.H, kv_head = head / p.group;
   int64_t first = 0;
@@ -68,51 +40,37 @@ __global__ void __launch_bounds__(kAttentionThreads) attention_fwd_kernel(const 
   const int64_t key_start = p.keys.begin(document), ahead = p.keys.length(document) - length;
   const int64_t n = min(static_cast<int64_t>(kBlock), length - first);
   const int64_t seen = first + n + ahead;  // keys that the last query sees
-  const int64_t num_tiles = ceil_div(seen, kBlock);
 
-  const auto copy_tile = [&](int64_t i) {
+  const auto copy = [&](int64_t i) {
     const int64_t begin = i * kBlock, width = min(static_cast<int64_t>(kBlock), seen - begin);
-    p.k.copy(s.k(i), s.key_row, kBlock, p.Kp, key_start + begin, kv_head, width);
-    p.v.copy(s.v(i), s.value_row, kBlock, p.Vp, key_start + begin, kv_head, width);
+    p.k.copy(s.keys(i), s.key_row, kBlock, p.Kp, key_start + begin, kv_head, width);
+    p.v.copy(s.values(i), s.value_row, kBlock, p.Vp, key_start + begin, kv_head, width);
     commit_copies();
   };
-  p.q.copy(s.q, s.key_row, kBlock, p.Kp, start + first, head, n);
-  if (kStages < T >> 1) copy_tile(0);
+  p.q.copy(s.first, s.key_row, kBlock, p.Kp, start + first, head, n);
 
   Unit o[Units::kValueUnits];
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // of the lane's two rows; sum: the lane's share
-  for (int64_t i = 0; i < num_tiles; ++i) {
-    __syncthreads();
-    if (kStages<T> == 1) copy_tile(i);
-    if (kStages < T >> 1 && i + 1 < num_tiles) {
-      copy_tile(i + 1);
-      wait_for_copies<1>();
-    } else {
-      wait_for_copies();
-    }
-    __syncthreads();
+  s.walk(ceil_div(seen, kBlock), copy, [&](int64_t i) {
     Unit scores[kScoreUnits];
 #pragma unroll
     for (int unit = 0; unit < kScoreUnits; ++unit)
-      multiply<Along::kRow, Along::kRow>(scores[unit], s.q + first_row * s.key_row, s.key_row,
-                                         s.k(i) + unit * kUnitColumns * s.key_row, s.key_row, p.Kp);
+      multiply_rows(scores[unit], s.first + first_row * s.key_row, s.keys(i) + unit * kUnitColumns * s.key_row,
+                    s.key_row, p.Kp);
     // Only the last keys are hidden from some queries. Rows past the last query see what it sees.
     const bool hides = (i + 1) * kBlock > first + ahead + 1;
     float highest[2] = {maximum[0], maximum[1]};
 #pragma unroll
     for (int unit = 0; unit < kScoreUnits; ++unit)
-#pragma unroll
-      for (int pair = 0; pair < Unit::kPairs; ++pair)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = scores[unit].value[pair][e];
-          score *= p.scale;
-          if (hides) {
-            const int64_t row = min(static_cast<int64_t>(first_row + Unit::row(pair)), n - 1);
-            if (i * kBlock + unit * kUnitColumns + Unit::column(pair) + e > first + row + ahead) score = -INFINITY;
-          }
-          highest[pair % 2] = fmaxf(highest[pair % 2], score);
+      for_each_element([&](int pair, int e) {
+        float& score = scores[unit].value[pair][e];
+        score *= p.scale;
+        if (hides) {
+          const int64_t row = min(static_cast<int64_t>(first_row + Unit::row(pair)), n - 1);
+          if (i * kBlock + unit * kUnitColumns + Unit::column(pair) + e > first + row + ahead) score = -INFINITY;
         }
+        highest[pair % 2] = fmaxf(highest[pair % 2], score);
+      });
     float keep[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -124,25 +82,18 @@ __global__ void __launch_bounds__(kAttentionThreads) attention_fwd_kernel(const 
     }
 #pragma unroll
     for (int unit = 0; unit < kScoreUnits; ++unit)
-#pragma unroll
-      for (int pair = 0; pair < Unit::kPairs; ++pair)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = scores[unit].value[pair][e];
-          score = __expf(score - maximum[pair % 2]);
-          sum[pair % 2] += score;
-        }
+      for_each_element([&](int pair, int e) {
+        float& score = scores[unit].value[pair][e];
+        score = __expf(score - maximum[pair % 2]);
+        sum[pair % 2] += score;
+      });
 #pragma unroll
     for (int unit = 0; unit < Units::kValueUnits; ++unit)
-#pragma unroll
-      for (int pair = 0; pair < Unit::kPairs; ++pair) {
-        o[unit].value[pair][0] *= keep[pair % 2];
-        o[unit].value[pair][1] *= keep[pair % 2];
-      }
+      for_each_element([&](int pair, int e) { o[unit].value[pair][e] *= keep[pair % 2]; });
 #pragma unroll
     for (int unit = 0; unit < kScoreUnits; ++unit)
-      multiply_held(o, scores[unit], s.v(i) + unit * kUnitColumns * s.value_row, s.value_row, p.Vp);
-  }
+      multiply_held(o, scores[unit], s.values(i) + unit * kUnitColumns * s.value_row, s.value_row, p.Vp);
+  });
 
   float norm[2];
 #pragma unroll
@@ -177,7 +128,7 @@ void run_forward(Stream& stream, const Tensor& o, const Tensor& lse, const Tenso
     launch(stream, attention_fwd_kernel<T, decltype(units)>,
            {.grid_x = blocks.num_blocks * problem.H,
             .threads = kAttentionThreads,
-            .shared_bytes = ForwardMemory<T>::bytes(problem.Kp, problem.Vp)},
+            .shared_bytes = WalkMemory<T, kBlock>::bytes(problem.Kp, problem.Vp, false)},
            problem);
   });
 }

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "kernels/attention.h"
 #include "kernels/cuda/documents.cuh"
 #include "kernels/cuda/tile.cuh"
 
@@ -85,6 +86,84 @@ void with_head_units(DType dtype, int64_t key_size, int64_t value_size, Body bod
   else
     body(bf16{}, HeadUnits<8, 8>{});
 }
+
+constexpr int kWalk = kUnitColumns;  // rows that most kernels walk over at a time
+
+// What a block keeps and what it walks over, in shared memory: kBlock kept rows of two sizes, or of the first alone,
+// and stages of kRows rows of both, in bf16 two, so that one is filled while the other is worked on.
+template <class T, int kRows>
+struct WalkMemory {
+  static constexpr int kStages = sizeof(T) == 2 ? 2 : 1;
+
+  T *first, *second, *stages;  // [kBlock, key_row], [kBlock, value_row]
+  int key_row, value_row;
+
+  static int64_t bytes(int Kp, int Vp, bool has_second) {
+    const int64_t keys = Kp + kRowPad<T>, values = Vp + kRowPad<T>;
+    return (kBlock * (keys + (has_second ? values : 0)) + kStages * kRows * (keys + values)) *
+           static_cast<int64_t>(sizeof(T));
+  }
+  __device__ WalkMemory(unsigned char* shared, int Kp, int Vp, bool has_second)
+      : first(reinterpret_cast<T*>(shared)), key_row(Kp + kRowPad<T>), value_row(Vp + kRowPad<T>) {
+    second = first + kBlock * key_row;
+    stages = has_second ? second + kBlock * value_row : second;
+  }
+  __device__ T* keys(int64_t i) const { return stages + i % kStages * kRows * (key_row + value_row); }
+  __device__ T* values(int64_t i) const { return keys(i) + kRows * key_row; }
+
+  // copy(i) starts the copies of step i, work(i) uses them.
+  template <class Copy, class Work>
+  __device__ void walk(int64_t count, Copy copy, Work work) const {
+    constexpr bool kAhead = kStages == 2;
+    if (kAhead && count > 0) copy(0);
+    for (int64_t i = 0; i < count; ++i) {
+      __syncthreads();  // nobody reads what is written over now
+      if (!kAhead) copy(i);
+      if (kAhead && i + 1 < count) {
+        copy(i + 1);
+        wait_for_copies<1>();
+      } else {
+        wait_for_copies();
+      }
+      __syncthreads();
+      work(i);
+    }
+  }
+};
+
+// Over the four lanes that share two rows of a unit.
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+
+// Calls body(pair, e) for the elements of a unit that a lane holds.
+template <class Body>
+__device__ inline void for_each_element(Body body) {
+#pragma unroll
+  for (int pair = 0; pair < Unit::kPairs; ++pair)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) body(pair, e);
+}
+
+// a [16, ..] b^T [.., kWalk] of rows in shared memory.
+template <class T>
+__device__ inline void multiply_rows(Unit& unit, const T* a, const T* b, int row_size, int depth) {
+  multiply<Along::kRow, Along::kRow>(unit, a, row_size, b, row_size, depth);
+}
+
+// From scores q k^T and d_p = d_o v^T of one query and key: P and dS in their places.
+__device__ inline void differentiate(float& score, float& d_p, bool is_pair, float scale, float lse, float delta) {
+  score = is_pair ? __expf(scale * score - lse) : 0.0F;
+  d_p = score * (d_p - delta) * scale;
+}
+
+// delta [N, H] f32 in scratch memory: d_o . o.
+Tensor attention_delta(const Stream& stream, const AttentionBackwardArgs& args);
 
 // results [16, 32 * kCount] of a warp: += A B, with A [16, 32] in registers, B along columns in shared memory. Units
 // beyond `size` columns are left out.

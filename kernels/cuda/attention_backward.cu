@@ -15,81 +15,33 @@ namespace palimpsest::cuda {
 
 namespace {
 
-constexpr int kWalk = kUnitColumns;  // rows
-template <class T>
-constexpr int kStages = sizeof(T) == 2 ? 2 : 1;
-
 template <class T>
 struct BackwardProblem {
-  HeadRows<T> dq, dk, dv, d_o, q, k, v, o;
-  const float* lse;
-  float* delta;  // [N, H]
+  HeadRows<T> dq, dk, dv, d_o, q, k, v;
+  const float *lse, *delta;  // [N, H]
   float scale;
-  int64_t N, H, group;
+  int64_t H, group;
   int Kp, Vp;
   BlockList blocks;
 };
 
-// What a block keeps and what it walks over: rows of keys and values, or of queries and d_o.
 template <class T>
-struct BackwardMemory {
-  T *kept_keys, *kept_values, *stages;  // [kBlock, key_row], [kBlock, value_row]; stages of kWalk rows of both
-  int key_row, value_row;
-
-  static int64_t bytes(int Kp, int Vp) {
-    const int64_t both = Kp + kRowPad<T> + Vp + kRowPad<T>;
-    return ((kBlock + kStages<T> * kWalk) * both) * static_cast<int64_t>(sizeof(T));
-  }
-  __device__ BackwardMemory(unsigned char* shared, int Kp, int Vp)
-      : kept_keys(reinterpret_cast<T*>(shared)), key_row(Kp + kRowPad<T>), value_row(Vp + kRowPad<T>) {
-    kept_values = kept_keys + kBlock * key_row;
-    stages = kept_values + kBlock * value_row;
-  }
-  __device__ T* keys(int64_t i) const { return stages + i % kStages<T> * kWalk * (key_row + value_row); }
-  __device__ T* values(int64_t i) const { return keys(i) + kWalk * key_row; }
-
-  // copy(i) starts the copies of step i, work(i) uses them.
-  template <class Copy, class Work>
-  __device__ void walk(int64_t count, Copy copy, Work work) const {
-    if (kStages < T >> 1 && count > 0) copy(0);
-    for (int64_t i = 0; i < count; ++i) {
-      __syncthreads();
-      if (kStages<T> == 1) copy(i);
-      if (kStages < T >> 1 && i + 1 < count) {
-        copy(i + 1);
-        wait_for_copies<1>();
-      } else {
-        wait_for_copies();
-      }
-      __syncthreads();
-      work(i);
-    }
-  }
-};
-
-template <class T>
-__global__ void attention_delta_kernel(const __grid_constant__ BackwardProblem<T> p) {
+__global__ void attention_delta_kernel(float* delta, HeadRows<T> d_o, HeadRows<T> o, int64_t N, int64_t H) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
-  if (i >= p.N * p.H) return;
-  const T *a = p.d_o.at(i / p.H, i % p.H), *b = p.o.at(i / p.H, i % p.H);
+  if (i >= N * H) return;
+  const T *a = d_o.at(i / H, i % H), *b = o.at(i / H, i % H);
   float dot = 0.0F;
-  for (int64_t c = lane; c < p.o.size; c += kWarp) dot += to_f32(a[c]) * to_f32(b[c]);
+  for (int64_t c = lane; c < o.size; c += kWarp) dot += to_f32(a[c]) * to_f32(b[c]);
   dot = warp_sum(dot);
-  if (lane == 0) p.delta[i] = dot;
-}
-
-// From scores q k^T and d_p = d_o v^T of one query and key: P and dS in their places.
-__device__ inline void differentiate(float& score, float& d_p, bool sees, float scale, float lse, float delta) {
-  score = sees ? __expf(scale * score - lse) : 0.0F;
-  d_p = score * (d_p - delta) * scale;
+  if (lane == 0) delta[i] = dot;
 }
 
 template <class T, class Units>
 __global__ void __launch_bounds__(kAttentionThreads)
     attention_bwd_keys_kernel(const __grid_constant__ BackwardProblem<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const BackwardMemory<T> s(shared, p.Kp, p.Vp);
+  const WalkMemory<T, kWalk> s(shared, p.Kp, p.Vp, true);
   const int first_row = static_cast<int>(threadIdx.x) / kWarp * kUnitRows;
   const int64_t kv_heads = p.H / p.group, kv_head = blockIdx.x % kv_heads;
   int64_t first_key = 0;
@@ -97,8 +49,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
   const int64_t start = p.blocks.documents.begin(document), length = p.blocks.documents.length(document);
   const int64_t num_keys = min(static_cast<int64_t>(kBlock), length - first_key);
   const int64_t steps = ceil_div(length - first_key, kWalk);  // of a head
-  p.k.copy(s.kept_keys, s.key_row, kBlock, p.Kp, start + first_key, kv_head, num_keys);
-  p.v.copy(s.kept_values, s.value_row, kBlock, p.Vp, start + first_key, kv_head, num_keys);
+  p.k.copy(s.first, s.key_row, kBlock, p.Kp, start + first_key, kv_head, num_keys);
+  p.v.copy(s.second, s.value_row, kBlock, p.Vp, start + first_key, kv_head, num_keys);
   Unit dk[Units::kKeyUnits], dv[Units::kValueUnits];
   const auto copy = [&](int64_t i) {
     const int64_t head = kv_head * p.group + i / steps, query = first_key + i % steps * kWalk;
@@ -110,10 +62,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
   s.walk(p.group * steps, copy, [&](int64_t i) {
     const int64_t head = kv_head * p.group + i / steps, query = first_key + i % steps * kWalk;
     Unit scores, d_p;  // [keys, queries]
-    multiply<Along::kRow, Along::kRow>(scores, s.kept_keys + first_row * s.key_row, s.key_row, s.keys(i), s.key_row,
-                                       p.Kp);
-    multiply<Along::kRow, Along::kRow>(d_p, s.kept_values + first_row * s.value_row, s.value_row, s.values(i),
-                                       s.value_row, p.Vp);
+    multiply_rows(scores, s.first + first_row * s.key_row, s.keys(i), s.key_row, p.Kp);
+    multiply_rows(d_p, s.second + first_row * s.value_row, s.values(i), s.value_row, p.Vp);
 #pragma unroll
     for (int column = 0; column < Unit::kPairs; column += 2)
 #pragma unroll
@@ -141,7 +91,7 @@ template <class T, class Units>
 __global__ void __launch_bounds__(kAttentionThreads)
     attention_bwd_queries_kernel(const __grid_constant__ BackwardProblem<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const BackwardMemory<T> s(shared, p.Kp, p.Vp);
+  const WalkMemory<T, kWalk> s(shared, p.Kp, p.Vp, true);
   const int first_row = static_cast<int>(threadIdx.x) / kWarp * kUnitRows;
   const int64_t head = blockIdx.x % p.H, kv_head = head / p.group;
   int64_t first_query = 0;
@@ -149,8 +99,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
   const int64_t start = p.blocks.documents.begin(document), length = p.blocks.documents.length(document);
   const int64_t num_queries = min(static_cast<int64_t>(kBlock), length - first_query);
   const int64_t seen = first_query + num_queries;
-  p.q.copy(s.kept_keys, s.key_row, kBlock, p.Kp, start + first_query, head, num_queries);
-  p.d_o.copy(s.kept_values, s.value_row, kBlock, p.Vp, start + first_query, head, num_queries);
+  p.q.copy(s.first, s.key_row, kBlock, p.Kp, start + first_query, head, num_queries);
+  p.d_o.copy(s.second, s.value_row, kBlock, p.Vp, start + first_query, head, num_queries);
   float lse[2], delta[2];  // of the lane's two rows
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -168,10 +118,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
   };
   s.walk(ceil_div(seen, kWalk), copy, [&](int64_t i) {
     Unit scores, d_p;  // [queries, keys]
-    multiply<Along::kRow, Along::kRow>(scores, s.kept_keys + first_row * s.key_row, s.key_row, s.keys(i), s.key_row,
-                                       p.Kp);
-    multiply<Along::kRow, Along::kRow>(d_p, s.kept_values + first_row * s.value_row, s.value_row, s.values(i),
-                                       s.value_row, p.Vp);
+    multiply_rows(scores, s.first + first_row * s.key_row, s.keys(i), s.key_row, p.Kp);
+    multiply_rows(d_p, s.second + first_row * s.value_row, s.values(i), s.value_row, p.Vp);
 #pragma unroll
     for (int pair = 0; pair < Unit::kPairs; ++pair) {
       const int row = first_row + Unit::row(pair);
@@ -191,8 +139,8 @@ void run_backward(Stream& stream, const AttentionBackwardArgs& args, const Docum
                   const std::vector<bool>& taken) {
   const Arena::Scope scope(stream.scratch());
   const BlockList blocks = make_blocks(stream, documents, taken);
-  const Tensor delta = stream.scratch().allocate(DType::kF32, args.lse.shape());
   if (blocks.num_blocks == 0) return;
+  const Tensor delta = attention_delta(stream, args);
   with_head_units(args.q.dtype(), args.q.dim(2), args.v.dim(2), [&](auto zero, auto units) {
     using T = decltype(zero);
     using Units = decltype(units);
@@ -203,23 +151,18 @@ void run_backward(Stream& stream, const AttentionBackwardArgs& args, const Docum
                                         .q = HeadRows<T>(args.q),
                                         .k = HeadRows<T>(args.k),
                                         .v = HeadRows<T>(args.v),
-                                        .o = HeadRows<T>(args.o),
                                         .lse = args.lse.data<float>(),
                                         .delta = delta.data<float>(),
                                         .scale = static_cast<float>(args.scale),
-                                        .N = args.q.dim(0),
                                         .H = args.q.dim(1),
                                         .group = args.q.dim(1) / args.k.dim(1),
                                         .Kp = padded_size(args.q.dim(2)),
                                         .Vp = padded_size(args.v.dim(2)),
                                         .blocks = blocks};
-    constexpr int kDeltaThreads = 256;
-    launch(stream, attention_delta_kernel<T>,
-           {.grid_x = ceil_div(problem.N * problem.H, kDeltaThreads / kWarp), .threads = kDeltaThreads}, problem);
     const auto shape = [&](int64_t heads) {
       return LaunchShape{.grid_x = blocks.num_blocks * heads,
                          .threads = kAttentionThreads,
-                         .shared_bytes = BackwardMemory<T>::bytes(problem.Kp, problem.Vp)};
+                         .shared_bytes = WalkMemory<T, kWalk>::bytes(problem.Kp, problem.Vp, true)};
     };
     launch(stream, attention_bwd_keys_kernel<T, Units>, shape(problem.H / problem.group), problem);
     launch(stream, attention_bwd_queries_kernel<T, Units>, shape(problem.H), problem);
@@ -227,6 +170,18 @@ void run_backward(Stream& stream, const AttentionBackwardArgs& args, const Docum
 }
 
 }  // namespace
+
+Tensor attention_delta(const Stream& stream, const AttentionBackwardArgs& args) {
+  const Tensor delta = stream.scratch().allocate(DType::kF32, args.lse.shape());
+  constexpr int kThreads = 256;
+  with_float(args.o.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    launch(stream, attention_delta_kernel<T>,
+           {.grid_x = ceil_div(delta.numel(), kThreads / kWarp), .threads = kThreads}, delta.data<float>(),
+           HeadRows<T>(args.d_o), HeadRows<T>(args.o), delta.dim(0), delta.dim(1));
+  });
+  return delta;
+}
 
 void attention_backward(Stream& stream, const AttentionBackwardArgs& args, const Documents& documents) {
   const FusedDocuments fused(stream, args, documents);

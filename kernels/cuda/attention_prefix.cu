@@ -8,15 +8,10 @@
 // registers; probabilities and dS are rounded as operands.
 #include "kernels/attention.h"
 #include "kernels/cuda/attention.cuh"
-#include "kernels/cuda/reduce.cuh"
 
 namespace palimpsest::cuda {
 
 namespace {
-
-constexpr int kWalk = kUnitColumns;  // rows
-template <class T>
-constexpr int kStages = sizeof(T) == 2 ? 2 : 1;
 
 // Absent in forward: dq, dk, dv, d_o, delta.
 template <class T>
@@ -27,64 +22,6 @@ struct PrefixProblem {
   int64_t N, H, group, num_keys;
   int Kp, Vp;
 };
-
-// Shared memory: kBlock kept rows of two sizes, or of the first alone, and stages of kWalk rows of both.
-template <class T>
-struct WalkMemory {
-  T *first, *second, *stages;  // [kBlock, key_row], [kBlock, value_row]
-  int key_row, value_row;
-
-  static int64_t bytes(int Kp, int Vp, bool has_second) {
-    const int64_t keys = Kp + kRowPad<T>, values = Vp + kRowPad<T>;
-    return (kBlock * (keys + (has_second ? values : 0)) + kStages<T> * kWalk * (keys + values)) *
-           static_cast<int64_t>(sizeof(T));
-  }
-  __device__ WalkMemory(unsigned char* shared, int Kp, int Vp, bool has_second)
-      : first(reinterpret_cast<T*>(shared)), key_row(Kp + kRowPad<T>), value_row(Vp + kRowPad<T>) {
-    second = first + kBlock * key_row;
-    stages = has_second ? second + kBlock * value_row : second;
-  }
-  __device__ T* keys(int64_t i) const { return stages + i % kStages<T> * kWalk * (key_row + value_row); }
-  __device__ T* values(int64_t i) const { return keys(i) + kWalk * key_row; }
-
-  // copy(i) starts the copies of step i, work(i) uses them.
-  template <class Copy, class Work>
-  __device__ void walk(int64_t count, Copy copy, Work work) const {
-    constexpr bool kAhead = kStages<T> == 2;
-    if (kAhead && count > 0) copy(0);
-    for (int64_t i = 0; i < count; ++i) {
-      __syncthreads();  // nobody reads what is written over now
-      if (!kAhead) copy(i);
-      if (kAhead && i + 1 < count) {
-        copy(i + 1);
-        wait_for_copies<1>();
-      } else {
-        wait_for_copies();
-      }
-      __syncthreads();
-      work(i);
-    }
-  }
-};
-
-// Over the four lanes that share two rows of a unit.
-__device__ inline float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
-  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
-}
-__device__ inline float quad_sum(float x) {
-  x += __shfl_xor_sync(kAllLanes, x, 1);
-  return x + __shfl_xor_sync(kAllLanes, x, 2);
-}
-
-// Calls body(pair, e) for the elements of a unit that a lane holds.
-template <class Body>
-__device__ inline void for_each_element(Body body) {
-#pragma unroll
-  for (int pair = 0; pair < Unit::kPairs; ++pair)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) body(pair, e);
-}
 
 // Calls body(element, its place in the tensor) for a warp's rows of a head, as far as they are in the tensor.
 template <int kCount, class T, class Body>
@@ -105,16 +42,10 @@ __device__ inline void add_rows(const HeadRows<T>& to, Unit (&units)[kCount], in
                    [](float value, T& element) { element = from_f32<T>(to_f32(element) + value); });
 }
 
-// a [16, ..] b^T [.., kWalk] of rows in shared memory.
-template <class T>
-__device__ inline void multiply_rows(Unit& unit, const T* a, const T* b, int row_size, int depth) {
-  multiply<Along::kRow, Along::kRow>(unit, a, row_size, b, row_size, depth);
-}
-
 template <class T, class Units>
 __global__ void __launch_bounds__(kAttentionThreads) prefix_fwd_kernel(const __grid_constant__ PrefixProblem<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const WalkMemory<T> s(shared, p.Kp, p.Vp, false);
+  const WalkMemory<T, kWalk> s(shared, p.Kp, p.Vp, false);
   const int first_row = static_cast<int>(threadIdx.x) / kWarp * kUnitRows;
   const int64_t head = blockIdx.x % p.H, kv_head = head / p.group, first = blockIdx.x / p.H * kBlock;
   const int64_t n = min(static_cast<int64_t>(kBlock), p.N - first);
@@ -173,29 +104,11 @@ __global__ void __launch_bounds__(kAttentionThreads) prefix_fwd_kernel(const __g
   store_rows(p.o, o, first, head, first_row, n, norm);
 }
 
-template <class T>
-__global__ void prefix_delta_kernel(const __grid_constant__ PrefixProblem<T> p) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
-  if (i >= p.N * p.H) return;
-  const T *a = p.d_o.at(i / p.H, i % p.H), *b = p.o.at(i / p.H, i % p.H);
-  float dot = 0.0F;
-  for (int64_t c = lane; c < p.o.size; c += kWarp) dot += to_f32(a[c]) * to_f32(b[c]);
-  dot = warp_sum(dot);
-  if (lane == 0) p.delta[i] = dot;
-}
-
-// From scores q k^T and d_p = d_o v^T of one query and key: P and dS in their places.
-__device__ inline void differentiate(float& score, float& d_p, bool is_pair, float scale, float lse, float delta) {
-  score = is_pair ? __expf(scale * score - lse) : 0.0F;
-  d_p = score * (d_p - delta) * scale;
-}
-
 template <class T, class Units>
 __global__ void __launch_bounds__(kAttentionThreads)
     prefix_bwd_keys_kernel(const __grid_constant__ PrefixProblem<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const WalkMemory<T> s(shared, p.Kp, p.Vp, true);
+  const WalkMemory<T, kWalk> s(shared, p.Kp, p.Vp, true);
   const int first_row = static_cast<int>(threadIdx.x) / kWarp * kUnitRows;
   const int64_t kv_heads = p.H / p.group, kv_head = blockIdx.x % kv_heads, first = blockIdx.x / kv_heads * kBlock;
   const int64_t n = min(static_cast<int64_t>(kBlock), p.num_keys - first), steps = ceil_div(p.N, kWalk);  // of a head
@@ -236,7 +149,7 @@ template <class T, class Units>
 __global__ void __launch_bounds__(kAttentionThreads)
     prefix_bwd_queries_kernel(const __grid_constant__ PrefixProblem<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const WalkMemory<T> s(shared, p.Kp, p.Vp, true);
+  const WalkMemory<T, kWalk> s(shared, p.Kp, p.Vp, true);
   const int first_row = static_cast<int>(threadIdx.x) / kWarp * kUnitRows;
   const int64_t head = blockIdx.x % p.H, kv_head = head / p.group, first = blockIdx.x / p.H * kBlock;
   const int64_t n = min(static_cast<int64_t>(kBlock), p.N - first);
@@ -294,7 +207,7 @@ template <class T>
 LaunchShape walk_shape(const PrefixProblem<T>& p, int64_t rows, int64_t heads, bool has_second) {
   return {.grid_x = ceil_div(rows, kBlock) * heads,
           .threads = kAttentionThreads,
-          .shared_bytes = WalkMemory<T>::bytes(p.Kp, p.Vp, has_second)};
+          .shared_bytes = WalkMemory<T, kWalk>::bytes(p.Kp, p.Vp, has_second)};
 }
 
 }  // namespace
@@ -312,7 +225,7 @@ void attention_prefix_forward(Stream& stream, Tensor o, Tensor lse, const Tensor
 void attention_prefix_backward(Stream& stream, const AttentionBackwardArgs& args) {
   if (args.q.dim(0) == 0 || args.k.dim(0) == 0) return;
   const Arena::Scope scope(stream.scratch());
-  const Tensor delta = stream.scratch().allocate(DType::kF32, args.lse.shape());
+  const Tensor delta = attention_delta(stream, args);
   with_head_units(args.q.dtype(), args.q.dim(2), args.v.dim(2), [&](auto zero, auto units) {
     using T = decltype(zero);
     using Units = decltype(units);
@@ -322,9 +235,6 @@ void attention_prefix_backward(Stream& stream, const AttentionBackwardArgs& args
     problem.dv = HeadRows<T>(args.dv);
     problem.d_o = HeadRows<T>(args.d_o);
     problem.delta = delta.data<float>();
-    constexpr int kDeltaThreads = 256;
-    launch(stream, prefix_delta_kernel<T>,
-           {.grid_x = ceil_div(problem.N * problem.H, kDeltaThreads / kWarp), .threads = kDeltaThreads}, problem);
     launch(stream, prefix_bwd_keys_kernel<T, Units>,
            walk_shape(problem, problem.num_keys, problem.H / problem.group, true), problem);
     launch(stream, prefix_bwd_queries_kernel<T, Units>, walk_shape(problem, problem.N, problem.H, true), problem);
