@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
+#include <limits>
 #include <map>
 #include <numeric>
 
@@ -12,12 +14,11 @@ namespace palimpsest::cuda {
 
 namespace {
 
-constexpr int64_t kScoreBytes = int64_t{1} << 30;      // of dS, unless one head of one sequence has more
-constexpr int64_t kMostScoreBytes = int64_t{2} << 30;  // beyond which sequences are too long
-constexpr int64_t kCopiedTokens = 16384;               // of sequences that are copied at a time
-constexpr int64_t kSlackBytes = int64_t{4} << 20;      // what plans take beside the tensors counted here
-constexpr int64_t kAlignment = 256;                    // bytes
-constexpr int64_t kPack = 8;                           // head sizes are multiples of it
+constexpr int64_t kScoreBytes = int64_t{2} << 30;  // of dS, what a call may have at most
+constexpr int64_t kCopiedTokens = 32768;           // of sequences that are copied at a time, unless one is longer
+constexpr int64_t kSlackBytes = int64_t{4} << 20;  // what plans take beside the tensors counted here
+constexpr int64_t kAlignment = 256;                // bytes
+constexpr int64_t kPack = 8;                       // head sizes are multiples of it
 
 struct Sizes {
   int64_t N, H, HKV, K, V;
@@ -37,6 +38,11 @@ int64_t align(int64_t bytes) {
 int64_t score_bytes(int64_t S) {  // of a sequence and head
   return 2 * S * S;
 }
+// Beyond it the heads that share a key head of one sequence have more dS than may be.
+int64_t longest_sequence(const Sizes& sizes) {
+  if (!sizes.is_backward) return std::numeric_limits<int64_t>::max();
+  return static_cast<int64_t>(std::sqrt(static_cast<double>(kScoreBytes / 2 / sizes.group())));
+}
 
 // All of these grow with S, so that the room of the longest document suffices for every other.
 int64_t score_budget(const Sizes& sizes, int64_t S) {
@@ -52,12 +58,12 @@ int64_t copied_elements(const Sizes& sizes) {                            // of a
 int64_t workspace_bytes(const Sizes& sizes, int64_t S) {
   if (!sizes.is_backward) return kSlackBytes;
   const int64_t tokens = std::max(sizes.N, copied_tokens(sizes, S));
-  const int64_t of_all_heads = sizes.group() == 1 ? 0 : tokens * sizes.H * (sizes.K + sizes.V) * 4;  // dk and dv
-  return score_budget(sizes, S) + align(tokens * sizes.H * 4) + of_all_heads + kSlackBytes;
+  const int64_t of_query_heads = sizes.group() == 1 ? 0 : 2 * tokens * sizes.H * (sizes.K + sizes.V);  // dk and dv
+  return score_budget(sizes, S) + align(4 * tokens * sizes.H) + align(of_query_heads) + kSlackBytes;
 }
 int64_t room_bytes(const Sizes& sizes, int64_t S) {
   const int64_t tokens = copied_tokens(sizes, S);
-  return workspace_bytes(sizes, S) + align(std::max(sizes.N, tokens) * sizes.H * 4) + align(kMaxSequences * 4) +
+  return workspace_bytes(sizes, S) + align(4 * std::max(sizes.N, tokens) * sizes.H) + align(4 * kMaxSequences) +
          2 * tokens * copied_elements(sizes) + 16 * kAlignment;
 }
 
@@ -67,23 +73,17 @@ int64_t largest_divisor(int64_t number, int64_t limit) {
   return 1;
 }
 
-// Sequences and heads of a call into shape. False where sequences are too long.
-bool choose_slice(FusedShape& shape, const Sizes& sizes, int64_t num_sequences, bool in_place) {
-  const int64_t S = shape.S,
-                heads = sizes.is_backward ? score_budget(sizes, S) / score_bytes(S) : kMaxSequences * sizes.H;
-  if (sizes.is_backward && sizes.group() * score_bytes(S) > kMostScoreBytes) return false;
-  int64_t B = 1;
-  if (heads >= sizes.H) {
-    shape.HKV = sizes.HKV;
-    B = std::min<int64_t>(kMaxSequences, heads / sizes.H);
-  } else {
-    shape.HKV = largest_divisor(sizes.HKV, heads / sizes.group());
-  }
+// Sequences and heads of a call into shape.
+void choose_slice(FusedShape& shape, const Sizes& sizes, int64_t num_sequences) {
+  const int64_t S = shape.S;
+  const int64_t heads =
+      sizes.is_backward ? score_budget(sizes, S) / score_bytes(S) : kMaxSequences * sizes.H;  // of sequences together
+  shape.HKV = heads >= sizes.H ? sizes.HKV : largest_divisor(sizes.HKV, heads / sizes.group());
   shape.H = shape.HKV * sizes.group();
+  const int64_t most = std::clamp<int64_t>(heads / sizes.H, 1, kMaxSequences);
   // As many as the tokens of a batch can fill, whatever those of this one are: plans are the same in every step.
-  const int64_t most = std::max<int64_t>(1, sizes.N / S);
-  shape.B = in_place ? largest_divisor(num_sequences, B) : std::min({B, most, copied_tokens(sizes, S) / S});
-  return true;
+  shape.B = shape.ends_early ? std::min({most, std::max<int64_t>(1, sizes.N / S), copied_tokens(sizes, S) / S})
+                             : largest_divisor(num_sequences, most);
 }
 
 void set_rows_of_copies(FusedShape& shape) {
@@ -130,8 +130,9 @@ FusedDocuments::FusedDocuments(Stream& stream, const AttentionBackwardArgs& args
     shortest = std::min(shortest, documents.length(i));
     longest = std::max(longest, documents.length(i));
   }
-  if (longest < rule.shortest || longest == 0) return;
-  room_bytes_ = room_bytes(sizes, padded(longest));
+  if (longest < rule.shortest) return;
+  const int64_t longest_served = longest_sequence(sizes);
+  room_bytes_ = room_bytes(sizes, std::min(padded(longest), longest_served));
   if (stream.is_planning()) return;
 
   FusedShape shape = {.is_backward = sizes.is_backward,
@@ -154,15 +155,17 @@ FusedDocuments::FusedDocuments(Stream& stream, const AttentionBackwardArgs& args
     std::iota(all.begin(), all.end(), 0);
   } else {
     shape.ends_early = true;
+    // With every size up to the longest, so that plans are made together, and not when a document comes that needs one.
+    for (int64_t S = padded(rule.shortest); S <= padded(longest); S *= 2) documents_of[S];
     for (int64_t i = 0; i < documents.count(); ++i)
-      if (documents.length(i) >= rule.shortest && documents.length(i) > 0)
-        documents_of[padded(documents.length(i))].push_back(i);
+      if (documents.length(i) >= rule.shortest) documents_of[padded(documents.length(i))].push_back(i);
   }
   for (const auto& [S, chosen] : documents_of) {
+    if (S > longest_served) continue;
     shape.S = S;
-    if (!choose_slice(shape, sizes, static_cast<int64_t>(chosen.size()), !shape.ends_early)) continue;
+    choose_slice(shape, sizes, static_cast<int64_t>(chosen.size()));
     if (shape.ends_early) set_rows_of_copies(shape);
-    if (!stream.engine().fused_attention().serves(shape, workspace_bytes(sizes, S))) continue;
+    if (!stream.engine().fused_attention().serves(shape, workspace_bytes(sizes, S)) || chosen.empty()) continue;
     Group group = {.shape = shape, .sequences = {}};
     for (const int64_t i : chosen) {
       taken_[static_cast<size_t>(i)] = true;

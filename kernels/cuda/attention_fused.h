@@ -15,7 +15,7 @@
 namespace palimpsest::cuda {
 
 struct FusedRule {
-  int64_t shortest = 256;  // tokens of a document that is worth a sequence
+  int64_t shortest = 256;  // tokens of a document that is worth a sequence; at least 1
 };
 
 // Attention over documents of the same queries and keys: forward, which writes o and lse, where args.dq is absent.

@@ -7,7 +7,7 @@
 
 namespace palimpsest::cuda {
 
-constexpr int kMaxSequences = 64;  // of a call
+constexpr int kMaxSequences = 128;  // of a call
 
 struct SequenceCopy {
   // Some heads of an operand.

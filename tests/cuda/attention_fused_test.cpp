@@ -62,15 +62,15 @@ void run_fused(Lab& lab, const Documents& documents, const Case& c) {
 TEST(FusedAttention, CopiedDocumentsMatchTheCpu) {
   SKIP_WITHOUT_CUDNN();
   for (const Documents& documents : support::odd_documents())
-    for (const Case& c : {Case{2, 2, 192, 128}, Case{4, 2, 64, 64, 8}, Case{4, 1, 128, 128, 3}, Case{1, 1, 256, 256}})
-      support::expect_same_on_gpu([&](Lab& lab) { run_fused(lab, documents, c); });
+    support::expect_same_on_gpu([&](Lab& lab) { run_fused(lab, documents, {2, 2, 192, 128}); });
+  for (const Case& c : {Case{4, 2, 64, 64, 8}, Case{4, 1, 128, 128, 3}, Case{1, 1, 256, 256}})
+    support::expect_same_on_gpu([&](Lab& lab) { run_fused(lab, support::mixed_documents(), c); });
 }
 
 TEST(FusedAttention, RowsInPlaceMatchTheCpu) {
   SKIP_WITHOUT_CUDNN();
-  for (const Documents& documents : {Documents::rows(3, 128), Documents::rows(1, 384)})
-    for (const Case& c : {Case{2, 2, 192, 128, 8}, Case{4, 2, 64, 64}, Case{2, 1, 192, 128}, Case{2, 2, 128, 128, 16}})
-      support::expect_same_on_gpu([&](Lab& lab) { run_fused(lab, documents, c); });
+  for (const Case& c : {Case{2, 2, 192, 128, 8}, Case{4, 2, 64, 64}, Case{2, 1, 192, 128}})
+    support::expect_same_on_gpu([&](Lab& lab) { run_fused(lab, Documents::rows(3, 128), c); });
 }
 
 // Some documents by cuDNN, the others by the plain kernels.
@@ -117,16 +117,18 @@ TEST(FusedAttention, WhatRowsNeedSufficesForAllShorterDocuments) {
     attention_backward(stream, args, documents);
     return scratch.peak();
   };
-  for (const Case& c : {Case{8, 8, 192, 128}, Case{16, 2, 128, 128}})
-    for (const int64_t row : {200, 1024, 4096, 5000, 16384}) {
+  for (const Case& c : {Case{8, 8, 192, 128}, Case{16, 2, 128, 128}, Case{6, 2, 64, 64}})
+    for (const int64_t row : {200, 1024, 4096, 5000, 16384, 60000}) {
       const int64_t N = 4 * row;
       const int64_t planned = std::max(scratch_of(Documents::rows(4, row), c), scratch_of(Documents::rows(N, 1), c));
       uint64_t draw = 0;
       for (int i = 0; i < 20; ++i) {
         std::vector<int64_t> offsets = {0};
-        const int64_t most = 1 + static_cast<int64_t>(random_bits(1, 2, draw++)) % row;
-        while (offsets.back() < N)
-          offsets.push_back(std::min(N, offsets.back() + 1 + static_cast<int64_t>(random_bits(1, 2, draw++)) % most));
+        const auto up_to = [&](int64_t most) {
+          return 1 + static_cast<int64_t>(random_bits(1, 2, draw++) % static_cast<uint64_t>(most));
+        };
+        const int64_t most = up_to(row);
+        while (offsets.back() < N) offsets.push_back(std::min(N, offsets.back() + up_to(most)));
         EXPECT_LE(scratch_of(Documents(offsets), c), planned) << "rows of " << row << ", documents up to " << most;
       }
     }
