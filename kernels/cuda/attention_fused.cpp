@@ -41,7 +41,7 @@ int64_t score_bytes(int64_t S) {  // of a sequence and head
 // Beyond it the heads that share a key head of one sequence have more dS than may be.
 int64_t longest_sequence(const Sizes& sizes) {
   if (!sizes.is_backward) return std::numeric_limits<int64_t>::max();
-  return static_cast<int64_t>(std::sqrt(static_cast<double>(kScoreBytes / 2 / sizes.group())));
+  return static_cast<int64_t>(std::sqrt(static_cast<double>(kScoreBytes) / static_cast<double>(2 * sizes.group())));
 }
 
 // All of these grow with S, so that the room of the longest document suffices for every other.
@@ -156,7 +156,7 @@ FusedDocuments::FusedDocuments(Stream& stream, const AttentionBackwardArgs& args
   } else {
     shape.ends_early = true;
     // With every size up to the longest, so that plans are made together, and not when a document comes that needs one.
-    for (int64_t S = padded(rule.shortest); S <= padded(longest); S *= 2) documents_of[S];
+    for (int64_t S = padded(rule.shortest); S <= padded(longest); S *= 2) documents_of.try_emplace(S);
     for (int64_t i = 0; i < documents.count(); ++i)
       if (documents.length(i) >= rule.shortest) documents_of[padded(documents.length(i))].push_back(i);
   }
