@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <filesystem>
 #include <span>
 #include <utility>
 
@@ -34,7 +35,7 @@ std::vector<std::string> import_hf(const std::string& directory, const std::stri
   const auto* const tokenizer = std::find_if(kTokenizers.begin(), kTokenizers.end(),
                                              [&](const char* name) { return path_exists(directory + "/" + name); });
   Config config;
-  config.run.dir = "runs/imported";
+  config.run.dir = "runs/" + std::filesystem::path(folder).filename().string();
   config.model = source.model.config;
   config.data.tokenizer =
       folder + "/" + kKeptFolder + "/" + (tokenizer != kTokenizers.end() ? *tokenizer : kTokenizers[0]);

@@ -462,21 +462,17 @@ void delta_rule_chunkwise_backward(Stream& stream, const DeltaRuleGrads& grads, 
     };
     Arena::Scope scope(stream.scratch());
     const int threads = num_threads_for(s);
-    Carver<T> counter(nullptr);
-    Buffers(counter, sizes, options, s.N);
-    const int64_t size = counter.used();
-    const Tensor workspace = stream.scratch().allocate(DTypeOf<T>::value, {threads, size});
+    const auto buffers_of_threads = thread_buffers<T>(
+        stream.scratch(), threads, [&](Carver<T>& carver) { return Buffers(carver, sizes, options, s.N); });
     const GateParameterSums sums(stream.scratch(), s.HV, in.dt_bias);
     if (stream.is_planning()) return;
     sums.clear();
-    T* const block = workspace.data<T>();
     for_each_document_head(
         documents, s.HV, heads_per_key, threads, [&](int thread, int64_t group, int64_t document, int64_t value_head) {
           const DocumentHeadGrads<T> head_grads(grads, d_o, d_final_state, documents, document, value_head,
                                                 heads_per_key, sums.of(group, value_head));
           if (head_grads.state_alone() && head_grads.d_initial_state == nullptr) return;
-          Carver<T> carver(block + thread * size);
-          Buffers buffers(carver, sizes, options, s.N);
+          Buffers buffers = buffers_of_threads.of(thread);
           const DocumentHead<T> head(in, options, documents, document, value_head, heads_per_key);
           const ChunkStore<T> store =
               buffers.document.complete(saved_store<T>(saved, sizes.C, documents.begin(document), value_head));

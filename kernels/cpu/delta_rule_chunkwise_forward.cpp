@@ -14,17 +14,13 @@ void delta_rule_chunkwise_forward(Stream& stream, const DeltaRuleOutputs& out, c
     using Buffers = ChunkForwardBuffers<T, decay, delta>;
     Arena::Scope scope(stream.scratch());
     const int threads = num_threads_for(s);
-    Carver<T> counter(nullptr);
-    Buffers(counter, sizes);
-    const int64_t size = counter.used();
-    const Tensor workspace = stream.scratch().allocate(DTypeOf<T>::value, {threads, size});
+    const auto buffers_of_threads =
+        thread_buffers<T>(stream.scratch(), threads, [&](Carver<T>& carver) { return Buffers(carver, sizes); });
     if (stream.is_planning()) return;
-    T* const block = workspace.data<T>();
     for_each_document_head(documents, s.HV, 1, threads, [&](int thread, int64_t, int64_t document, int64_t value_head) {
       T* const final_state = state_of<T>(out.final_state, documents.leaving(document), value_head);
       if (!out.o.defined() && final_state == nullptr) return;
-      Carver<T> carver(block + thread * size);
-      Buffers buffers(carver, sizes);
+      Buffers buffers = buffers_of_threads.of(thread);
       const DocumentHead<T> head(in, options, documents, document, value_head, s.HV / s.H);
       const int64_t first = documents.begin(document);
       forward_chunks(head, buffers, Matrices::kCompute, saved_store<T>(saved, sizes.C, first, value_head),

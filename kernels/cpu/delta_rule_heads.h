@@ -5,6 +5,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/cpu/vector_math.h"
 #include "kernels/delta_rule.h"
@@ -64,6 +65,32 @@ class Carver {
   T* block_;
   int64_t used_ = 0;
 };
+
+// The buffers of each thread, in one tensor. make(Carver<T>&) returns those of one.
+template <class T, class Make>
+class ThreadBuffers {
+ public:
+  ThreadBuffers(Arena& arena, int threads, Make make) : make_(std::move(make)) {
+    Carver<T> counter(nullptr);
+    make_(counter);
+    size_ = counter.used();
+    block_ = arena.allocate(DTypeOf<T>::value, {threads, size_});
+  }
+  auto of(int thread) const {
+    Carver<T> carver(block_.template data<T>() + thread * size_);
+    return make_(carver);
+  }
+
+ private:
+  Make make_;
+  int64_t size_ = 0;
+  Tensor block_;  // [threads, size_]
+};
+
+template <class T, class Make>
+ThreadBuffers<T, Make> thread_buffers(Arena& arena, int threads, Make make) {
+  return {arena, threads, std::move(make)};
+}
 
 // ---- tasks ----
 

@@ -87,9 +87,8 @@ template <class T>
 struct ForwardBuffers {
   Token<T> token;
   T *state, *error;  // [K, V], [V]
-  ForwardBuffers(Carver<T> carver, int64_t K, int64_t V)
-      : token(carver, K), state(carver.take(K * V)), error(carver.take(V)), size(carver.used()) {}
-  int64_t size;
+  ForwardBuffers(Carver<T>& carver, int64_t K, int64_t V)
+      : token(carver, K), state(carver.take(K * V)), error(carver.take(V)) {}
 };
 
 template <class T>
@@ -118,7 +117,7 @@ struct BackwardBuffers {
   T *dq, *dk, *dg;      // [K], of the activated inputs
   T *de, *ddt_bias;     // [V], [K]
   // N tokens at most in a document
-  BackwardBuffers(Carver<T> carver, int64_t K, int64_t V, int64_t N)
+  BackwardBuffers(Carver<T>& carver, int64_t K, int64_t V, int64_t N)
       : token(carver, K),
         entries(carver.take((N + kBlock - 1) / kBlock * K * V)),
         decayed(carver.take(kBlock * K * V)),
@@ -129,9 +128,7 @@ struct BackwardBuffers {
         dk(carver.take(K)),
         dg(carver.take(K)),
         de(carver.take(V)),
-        ddt_bias(carver.take(K)),
-        size(carver.used()) {}
-  int64_t size;
+        ddt_bias(carver.take(K)) {}
 };
 
 // S'_t and e_t of the tokens [begin, end), from the state before them.
@@ -223,14 +220,13 @@ void delta_rule_recurrence_forward(Stream& stream, const DeltaRuleOutputs& out, 
   const DeltaRuleShape s = delta_rule_shape(in, documents);
   Arena::Scope scope(stream.scratch());
   const int threads = num_threads_for(s);
-  const int64_t size = ForwardBuffers<T>(Carver<T>(nullptr), s.K, s.V).size;
-  const Tensor workspace = stream.scratch().allocate(DTypeOf<T>::value, {threads, size});
+  const auto buffers_of_threads = thread_buffers<T>(
+      stream.scratch(), threads, [&](Carver<T>& carver) { return ForwardBuffers<T>(carver, s.K, s.V); });
   if (stream.is_planning()) return;
-  T* const block = workspace.data<T>();
   for_each_document_head(documents, s.HV, 1, threads, [&](int thread, int64_t, int64_t document, int64_t value_head) {
     T* const final_state = state_of<T>(out.final_state, documents.leaving(document), value_head);
     if (!out.o.defined() && final_state == nullptr) return;
-    ForwardBuffers<T> buffers(Carver<T>(block + thread * size), s.K, s.V);
+    ForwardBuffers<T> buffers = buffers_of_threads.of(thread);
     const DocumentHead<T> head(in, options, documents, document, value_head, s.HV / s.H);
     forward_document(head, buffers, HeadRows<T>(out.o, value_head).from(documents.begin(document)), final_state);
   });
@@ -244,18 +240,17 @@ void delta_rule_recurrence_backward(Stream& stream, const DeltaRuleGrads& grads,
   const int64_t heads_per_key = s.HV / s.H;
   Arena::Scope scope(stream.scratch());
   const int threads = num_threads_for(s);
-  const int64_t size = BackwardBuffers<T>(Carver<T>(nullptr), s.K, s.V, s.N).size;
-  const Tensor workspace = stream.scratch().allocate(DTypeOf<T>::value, {threads, size});
+  const auto buffers_of_threads = thread_buffers<T>(
+      stream.scratch(), threads, [&](Carver<T>& carver) { return BackwardBuffers<T>(carver, s.K, s.V, s.N); });
   const GateParameterSums sums(stream.scratch(), s.HV, in.dt_bias);
   if (stream.is_planning()) return;
   sums.clear();
-  T* const block = workspace.data<T>();
   for_each_document_head(documents, s.HV, heads_per_key, threads,
                          [&](int thread, int64_t group, int64_t document, int64_t value_head) {
                            const DocumentHeadGrads<T> head_grads(grads, d_o, d_final_state, documents, document,
                                                                  value_head, heads_per_key, sums.of(group, value_head));
                            if (head_grads.state_alone() && head_grads.d_initial_state == nullptr) return;
-                           BackwardBuffers<T> buffers(Carver<T>(block + thread * size), s.K, s.V, s.N);
+                           BackwardBuffers<T> buffers = buffers_of_threads.of(thread);
                            const DocumentHead<T> head(in, options, documents, document, value_head, heads_per_key);
                            backward_document(head, buffers, head_grads);
                          });

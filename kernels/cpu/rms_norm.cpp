@@ -43,31 +43,33 @@ template <GateActivation kActivation, class T>
   return kActivation == GateActivation::kSigmoid ? open * (T(1) - open) : open * (T(1) + z * (T(1) - open));
 }
 
-template <GateActivation kActivation, class T>
-void gated_forward(const Tensor& y, const Tensor& rstd, const Tensor& o, const Tensor& z, const Tensor& w, double eps) {
-  const NormShape shape(o);
-  const Rows<T> y_rows(y), o_rows(o), z_rows(z);
+// y = row(token, offset of the head)(i, n_i) over the normalised n_i.
+template <class T, class Row>
+void forward_rows(const Tensor& y, const Tensor& rstd, const Tensor& x, double eps, Row row) {
+  const NormShape shape(x);
+  const Rows<T> y_rows(y), x_rows(x);
   T* rstd_out = rstd.data<T>();
-  const T* weight = w.data<T>();
   parallel_ranges(shape.N, kTokens, [=](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n)
       for (int64_t h = 0; h < shape.H; ++h) {
-        const T *from = o_rows[n] + h * shape.D, *gate = z_rows[n] + h * shape.D;
+        const T* from = x_rows[n] + h * shape.D;
         T* to = y_rows[n] + h * shape.D;
         const T r = rstd_of(from, shape.D, static_cast<T>(eps));
         rstd_out[n * shape.H + h] = r;
+        const auto value = row(n, h * shape.D);
 #pragma omp simd
-        for (int64_t i = 0; i < shape.D; ++i) to[i] = weight[i] * (from[i] * r) * gate_of<kActivation>(gate[i]);
+        for (int64_t i = 0; i < shape.D; ++i) to[i] = value(i, from[i] * r);
       }
   });
 }
 
-template <GateActivation kActivation, class T>
-void gated_backward(Stream& stream, const Tensor& d_o, const Tensor& dz, const Tensor& dw, const Tensor& dy,
-                    const Tensor& o, const Tensor& z, const Tensor& w, const Tensor& rstd) {
-  const NormShape shape(o);
-  const Rows<T> d_o_rows(d_o), dz_rows(dz), dy_rows(dy), o_rows(o), z_rows(z);
-  const T *weight = w.data<T>(), *rstd_in = rstd.data<T>();
+// row(token, offset of the head)(i, n_i, dy_i, sum) returns dn_i and adds to the sum of dw_i.
+template <class T, class Row>
+void backward_rows(Stream& stream, const Tensor& dx, const Tensor& dw, const Tensor& dy, const Tensor& x,
+                   const Tensor& rstd, Row row) {
+  const NormShape shape(x);
+  const Rows<T> dx_rows(dx), dy_rows(dy), x_rows(x);
+  const T* rstd_in = rstd.data<T>();
   const Arena::Scope scope(stream.scratch());
   const Tensor sums = allocate_token_sums(stream, dw.dtype(), shape.N, shape.D);
   const Rows<T> sum_rows(sums);
@@ -76,19 +78,13 @@ void gated_backward(Stream& stream, const Tensor& d_o, const Tensor& dz, const T
     std::fill_n(sum, shape.D, T(0));
     for (int64_t n = begin; n < end; ++n)
       for (int64_t h = 0; h < shape.H; ++h) {
-        const int64_t at = h * shape.D;
-        const T *from = o_rows[n] + at, *gate = z_rows[n] + at, *gradient = dy_rows[n] + at;
-        T *to = d_o_rows[n] + at, *to_gate = dz_rows[n] + at;
+        const T *from = x_rows[n] + h * shape.D, *gradient = dy_rows[n] + h * shape.D;
+        T* to = dx_rows[n] + h * shape.D;
         const T r = rstd_in[n * shape.H + h];
-        // dn and n * dn first: d_o holds dn until the mean is known.
+        const auto slope = row(n, h * shape.D);
+        // dx holds dn until the mean is known.
 #pragma omp simd
-        for (int64_t i = 0; i < shape.D; ++i) {
-          const T x = from[i] * r, d = gradient[i];
-          const T open = gate_of<kActivation>(gate[i]);
-          to_gate[i] = d * weight[i] * x * gate_slope<kActivation>(gate[i]);
-          sum[i] += d * x * open;
-          to[i] = d * weight[i] * open;
-        }
+        for (int64_t i = 0; i < shape.D; ++i) to[i] = slope(i, from[i] * r, gradient[i], sum[i]);
         const T dot = lane_sum<T>(shape.D, [=](int64_t i) { return to[i] * from[i]; });
         const T mean = dot * r / static_cast<T>(shape.D);
 #pragma omp simd
@@ -98,26 +94,35 @@ void gated_backward(Stream& stream, const Tensor& d_o, const Tensor& dz, const T
   add_token_sums(dw.data<T>(), sums);
 }
 
+template <GateActivation kActivation, class T>
+void gated_forward(const Tensor& y, const Tensor& rstd, const Tensor& o, const Tensor& z, const Tensor& w, double eps) {
+  const Rows<T> z_rows(z);
+  forward_rows<T>(y, rstd, o, eps, [z_rows, weight = w.data<T>()](int64_t n, int64_t at) {
+    return [weight, gate = z_rows[n] + at](int64_t i, T x) { return weight[i] * x * gate_of<kActivation>(gate[i]); };
+  });
+}
+
+template <GateActivation kActivation, class T>
+void gated_backward(Stream& stream, const Tensor& d_o, const Tensor& dz, const Tensor& dw, const Tensor& dy,
+                    const Tensor& o, const Tensor& z, const Tensor& w, const Tensor& rstd) {
+  const Rows<T> dz_rows(dz), z_rows(z);
+  backward_rows<T>(stream, d_o, dw, dy, o, rstd, [dz_rows, z_rows, weight = w.data<T>()](int64_t n, int64_t at) {
+    return [weight, gate = z_rows[n] + at, to_gate = dz_rows[n] + at](int64_t i, T x, T d, T& sum) {
+      const T open = gate_of<kActivation>(gate[i]);
+      to_gate[i] = d * weight[i] * x * gate_slope<kActivation>(gate[i]);
+      sum += d * x * open;
+      return d * weight[i] * open;
+    };
+  });
+}
+
 }  // namespace
 
 void rms_norm_forward(Stream&, Tensor y, Tensor rstd, const Tensor& x, const Tensor& w, double eps, NormWeight kind) {
   with_real(x.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    const NormShape shape(x);
-    const Rows<T> y_rows(y), x_rows(x);
-    T* rstd_out = rstd.data<T>();
-    const T* weight = w.data<T>();
-    const T centre = centre_of<T>(kind);
-    parallel_ranges(shape.N, kTokens, [=](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n)
-        for (int64_t h = 0; h < shape.H; ++h) {
-          const T* from = x_rows[n] + h * shape.D;
-          T* to = y_rows[n] + h * shape.D;
-          const T r = rstd_of(from, shape.D, static_cast<T>(eps));
-          rstd_out[n * shape.H + h] = r;
-#pragma omp simd
-          for (int64_t i = 0; i < shape.D; ++i) to[i] = (weight[i] + centre) * (from[i] * r);
-        }
+    forward_rows<T>(y, rstd, x, eps, [weight = w.data<T>(), centre = centre_of<T>(kind)](int64_t, int64_t) {
+      return [weight, centre](int64_t i, T n) { return (weight[i] + centre) * n; };
     });
   });
 }
@@ -126,32 +131,13 @@ void rms_norm_backward(Stream& stream, Tensor dx, Tensor dw, const Tensor& dy, c
                        const Tensor& rstd, NormWeight kind) {
   with_real(x.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    const NormShape shape(x);
-    const Rows<T> dx_rows(dx), dy_rows(dy), x_rows(x);
-    const T *weight = w.data<T>(), *rstd_in = rstd.data<T>();
-    const T centre = centre_of<T>(kind);
-    const Arena::Scope scope(stream.scratch());
-    const Tensor sums = allocate_token_sums(stream, dw.dtype(), shape.N, shape.D);
-    const Rows<T> sum_rows(sums);
-    parallel_ranges(shape.N, kTokensPerSum, [=](int64_t begin, int64_t end) {
-      T* sum = sum_rows[begin / kTokensPerSum];
-      std::fill_n(sum, shape.D, T(0));
-      for (int64_t n = begin; n < end; ++n)
-        for (int64_t h = 0; h < shape.H; ++h) {
-          const T *from = x_rows[n] + h * shape.D, *gradient = dy_rows[n] + h * shape.D;
-          T* to = dx_rows[n] + h * shape.D;
-          const T r = rstd_in[n * shape.H + h];
-          const T dot = lane_sum<T>(shape.D, [=](int64_t i) { return gradient[i] * (weight[i] + centre) * from[i]; });
-          const T mean = dot * r / static_cast<T>(shape.D);
-#pragma omp simd
-          for (int64_t i = 0; i < shape.D; ++i) {
-            const T n_i = from[i] * r, d = gradient[i];
-            sum[i] += d * n_i;
-            to[i] = r * (d * (weight[i] + centre) - n_i * mean);
-          }
-        }
-    });
-    add_token_sums(dw.data<T>(), sums);
+    backward_rows<T>(stream, dx, dw, dy, x, rstd,
+                     [weight = w.data<T>(), centre = centre_of<T>(kind)](int64_t, int64_t) {
+                       return [weight, centre](int64_t i, T n, T d, T& sum) {
+                         sum += d * n;
+                         return d * (weight[i] + centre);
+                       };
+                     });
   });
 }
 

@@ -171,6 +171,7 @@ TEST(HfImport, PrefersTheTokenizerThatThePublicLibraryTakesAndKeepsIt) {
     EXPECT_EQ(import_hf(root / "model", out, "test").size(), 1u);
     const Config config = load_config(out + "/config.yaml");
     EXPECT_EQ(config.data.tokenizer, out + "/hf/" + name);
+    EXPECT_EQ(config.run.dir, std::string("runs/out_") + name);
     EXPECT_TRUE(path_exists(config.data.tokenizer));
   }
 }
