@@ -8,7 +8,7 @@ namespace palimpsest {
 enum ExitCode : int {
   kExitSuccess = 0,
   kExitFault = 1,                       // a fault inside the program
-  kExitUserError = 2,                   // arguments, config, data or files
+  kExitUserError = kStatusUserError,    // arguments, config, data or files
   kExitRankFailed = kStatusRankFailed,  // 3: another rank failed, or a deadline passed
   kExitNonFinite = 4,                   // training stopped after repeated non-finite steps
 };

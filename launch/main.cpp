@@ -88,17 +88,17 @@ int report_of_all(const Ranks& ranks, const std::exception& error, int status) {
 
 // What one rank alone knows ends the job.
 int report(const Ranks& ranks, const std::exception& error, int status) {
-  if (ranks.size() > 1) fail_job(ranks.rank(), one_line(error.what()));
+  if (ranks.size() > 1) fail_job(ranks.rank(), error);
   return report_of_all(ranks, error, status);
 }
 
 int status_of(RanksFailed::Kind kind) {
   switch (kind) {
-    case RanksFailed::Kind::kUserErrorOfAll:
+    case RanksFailed::Kind::kUserError:
       return kExitUserError;
     case RanksFailed::Kind::kFaultOfAll:
       return kExitFault;
-    case RanksFailed::Kind::kOfSome:
+    case RanksFailed::Kind::kFaultOfSome:
       break;
   }
   return kExitRankFailed;

@@ -165,9 +165,13 @@ void agree(Communicator& group, const std::function<void()>& body) {
   const std::vector<std::string> outcomes = gather_texts(group, mine);
   const bool alike =
       std::all_of(outcomes.begin(), outcomes.end(), [&](const std::string& text) { return text == mine; });
-  if (!alike) throw RanksFailed(text_of_some(group, outcomes), RanksFailed::Kind::kOfSome);
-  throw RanksFailed(mine.substr(1),
-                    mine[0] == kUser ? RanksFailed::Kind::kUserErrorOfAll : RanksFailed::Kind::kFaultOfAll);
+  using Kind = RanksFailed::Kind;
+  if (!alike) {
+    const bool fault =
+        std::any_of(outcomes.begin(), outcomes.end(), [](const auto& text) { return text[0] == kFault; });
+    throw RanksFailed(text_of_some(group, outcomes), fault ? Kind::kFaultOfSome : Kind::kUserError);
+  }
+  throw RanksFailed(mine.substr(1), mine[0] == kUser ? Kind::kUserError : Kind::kFaultOfAll);
 }
 
 void check_same_on_ranks(Communicator& group, const std::vector<RankItem>& items) {
@@ -187,7 +191,7 @@ void check_same_on_ranks(Communicator& group, const std::vector<RankItem>& items
       ranks += detail::concatenate(ranks.empty() ? "" : ", ", "rank ", static_cast<int64_t>(i), " on ", hosts[i]);
   throw RanksFailed(detail::concatenate("the ranks differ in ", parts[0], ": ", parts[1], " on rank 0 on ", hosts[0],
                                         ", but ", parts[2], " on ", ranks),
-                    RanksFailed::Kind::kUserErrorOfAll);
+                    RanksFailed::Kind::kUserError);
 }
 
 std::string host_name() {

@@ -29,7 +29,7 @@ std::string broadcast_text(Communicator& group, const std::string& text);
 // of them prints it for all.
 class RanksFailed : public std::runtime_error {
  public:
-  enum class Kind : uint8_t { kUserErrorOfAll, kFaultOfAll, kOfSome };
+  enum class Kind : uint8_t { kUserError, kFaultOfAll, kFaultOfSome };
   RanksFailed(const std::string& text, Kind kind) : std::runtime_error(text), kind_(kind) {}
   Kind kind() const { return kind_; }
 

@@ -96,16 +96,17 @@ void MpiSession::look_around_host() {
   fair_threads_ = std::max<int64_t>(CPU_COUNT(&mine) / std::max<int64_t>(sharing, 1), 1);
 }
 
-void fail_job(int64_t rank, const std::string& why) {
-  std::fprintf(stderr, "error: rank %ld on %s: %s\n", static_cast<long>(rank), host_name().c_str(), why.c_str());
+void fail_job(int64_t rank, const std::exception& error) {
+  const int status = dynamic_cast<const UserError*>(&error) != nullptr ? kStatusUserError : kStatusRankFailed;
+  std::fprintf(stderr, "error: rank %ld on %s: %s\n", static_cast<long>(rank), host_name().c_str(), error.what());
   std::fflush(stderr);
-  std::thread([] {
+  std::thread([status] {
     constexpr auto kPatience = std::chrono::seconds(5);
     std::this_thread::sleep_for(kPatience);
-    std::_Exit(kStatusRankFailed);  // MPI_Abort can hang in a network that is gone
+    std::_Exit(status);  // MPI_Abort can hang in a network that is gone
   }).detach();
-  MPI_Abort(MPI_COMM_WORLD, kStatusRankFailed);
-  std::_Exit(kStatusRankFailed);
+  MPI_Abort(MPI_COMM_WORLD, status);
+  std::_Exit(status);
 }
 
 bool started_by_launcher() {

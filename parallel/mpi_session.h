@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <string>
 
 #include "parallel/mesh.h"
@@ -36,9 +37,10 @@ class MpiSession {
   int64_t fair_threads_ = 1;
 };
 
-// Prints which rank failed and why, and ends every rank of the job with kStatusRankFailed. This one ends within
+// Prints which rank failed and why, and ends every rank of the job: with kStatusUserError for a UserError, else with
+// kStatusRankFailed. This one ends within
 // seconds, also where MPI cannot reach the others, which then end when their connection or their deadline does.
-[[noreturn]] void fail_job(int64_t rank, const std::string& why);
+[[noreturn]] void fail_job(int64_t rank, const std::exception& error);
 
 // Whether mpirun or another launcher of MPI ranks started this process, as its environment says.
 bool started_by_launcher();

@@ -12,8 +12,9 @@
 
 namespace palimpsest {
 
-// Status of a process that ends because another rank failed, or a deadline passed.
+// Status of a process that ends because another rank failed, or a deadline passed; and because of a UserError.
 inline constexpr int kStatusRankFailed = 3;
+inline constexpr int kStatusUserError = 2;
 
 class Watchdog {
  public:

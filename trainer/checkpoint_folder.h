@@ -1,7 +1,8 @@
 // The folder <run.dir>/checkpoints: one folder a checkpoint, named step-000123.
 //
 // A save goes through these states; the process or the machine may stop at any moment, and only (4) and (5) count:
-//   1. step-000123.partial          files being written; each is closed and flushed, then the folder is flushed
+//   1. step-000123.partial          files being written; each is closed and flushed and gets a record beside it, which
+//                                   rank 0 takes away again when it has all; then the folder is flushed
 //   2. step-000123.replaced         only where this step was saved before: the old folder, moved aside, still counts
 //   3. step-000123                  renamed, without a manifest: not a checkpoint
 //   4. step-000123/manifest.json    written under another name, flushed, renamed: now it is a checkpoint

@@ -58,6 +58,27 @@ Manifest manifest_of(const CheckpointHeader& header, const std::vector<std::stri
   return manifest;
 }
 
+// What a rank leaves beside its file once that is on the disk. The rename is the last thing that can fail.
+constexpr std::string_view kRecordSuffix = ".done";
+
+void leave_record(const std::string& folder, const RankFile& rank_file) {
+  const std::string path = folder + "/" + rank_file.file.name + std::string(kRecordSuffix), unfinished = path + ".new";
+  OutputFile file(unfinished, OutputFile::Mode::kReplace);
+  file.write(to_text(rank_file));
+  file.sync();
+  file.close();
+  rename_path(unfinished, path);
+}
+
+// In the order of the ranks.
+std::vector<std::string> records_in(const std::string& folder) {
+  std::vector<std::string> paths = list_directory(folder);
+  std::erase_if(paths, [](const std::string& name) { return !name.ends_with(kRecordSuffix); });
+  const std::string begin = folder + "/";
+  for (std::string& path : paths) path.insert(0, begin);
+  return paths;
+}
+
 }  // namespace
 
 std::vector<std::string> publish_checkpoint(const std::string& folder, const Manifest& manifest) {
@@ -143,7 +164,7 @@ CheckpointWriter::~CheckpointWriter() {
     // finish() would have told.
   }
   if (written_.valid()) written_.wait();
-  if (published_.valid()) published_.wait();
+  stop_publishing();
 }
 
 void CheckpointWriter::save(CheckpointHeader header) {
@@ -164,12 +185,64 @@ void CheckpointWriter::save(CheckpointHeader header) {
     }
   }
   phase_ = Phase::kWriting;
-  written_ = std::async(std::launch::async, [this] {
-    RankFileWriter file(partial_of(folder_), world_.rank(), world_.size());
-    for (const CheckpointBlock& block : snapshot_ ? *snapshot_ : blocks_) file.add(block);
-    return file.finish();
-  });
+  written_ = std::async(std::launch::async, [this] { return write_rank_file(); });
+  if (is_first()) {
+    rank_files_.reset();
+    give_up_ = false;
+    published_ = std::async(std::launch::async, [this, damaged = damaged_] { return publish(damaged); });
+  }
   if (!snapshot_) settle();
+}
+
+RankFile CheckpointWriter::write_rank_file() {
+  const std::string folder = partial_of(folder_);
+  RankFileWriter file(folder, world_.rank(), world_.size());
+  for (const CheckpointBlock& block : snapshot_ ? *snapshot_ : blocks_) file.add(block);
+  RankFile written = file.finish();
+  leave_record(folder, written);
+  return written;
+}
+
+FinishedSave CheckpointWriter::publish(const std::vector<int64_t>& damaged) {
+  const std::optional<std::vector<std::string>> rank_files = await_rank_files();
+  if (!rank_files) return {};  // a rank failed, and all of them know
+  for (const std::string& record : records_in(partial_of(folder_))) remove_file(record);
+  FinishedSave done = publish_save(policy_, folder_, manifest_of(header_, *rank_files), damaged);
+  done.seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
+  return done;
+}
+
+// What stands in the files of all ranks; nothing when it is not to be expected.
+std::optional<std::vector<std::string>> CheckpointWriter::await_rank_files() {
+  constexpr std::chrono::milliseconds kShortNap{5}, kLongNap{500};
+  const auto read_records = [&]() -> std::optional<std::vector<std::string>> {
+    std::vector<std::string> records = records_in(partial_of(folder_));
+    if (static_cast<int64_t>(records.size()) < world_.size()) return std::nullopt;
+    for (std::string& record : records) record = read_whole_file(record);
+    return records;
+  };
+  std::chrono::milliseconds nap = kShortNap;
+  while (true) {
+    {
+      std::unique_lock lock(mutex_);
+      told_.wait_for(lock, nap, [&] { return give_up_ || rank_files_.has_value(); });
+      if (rank_files_) return rank_files_;
+      if (give_up_) break;
+    }
+    if (auto texts = read_records()) return texts;
+    nap = std::min(2 * nap, kLongNap);
+  }
+  return read_records();
+}
+
+void CheckpointWriter::stop_publishing() {
+  if (!published_.valid()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    give_up_ = true;
+  }
+  told_.notify_all();
+  published_.wait();
 }
 
 std::vector<FinishedSave> CheckpointWriter::take_finished() {
@@ -192,7 +265,7 @@ bool CheckpointWriter::all_ranks_done(Clock::duration patience) {
   const auto is_done = [&](const auto& task) {
     return !task.valid() || task.wait_for(patience) == std::future_status::ready;
   };
-  const bool done = is_done(written_) && is_done(published_);
+  const bool done = phase_ == Phase::kWriting ? is_done(written_) : is_done(published_);
   return max_over(world_, done ? 0 : 1) == 0;
 }
 
@@ -201,7 +274,14 @@ void CheckpointWriter::end_phase() {
   if (ended == Phase::kWriting) {
     RankFile mine;
     agree_or_clean_up([&] { mine = written_.get(); });
-    gather_and_publish(mine);
+    std::vector<std::string> rank_files = texts_at_first(world_, to_text(mine));
+    phase_ = Phase::kPublishing;
+    if (!is_first()) return;
+    {
+      const std::lock_guard lock(mutex_);
+      rank_files_ = std::move(rank_files);
+    }
+    told_.notify_all();
     return;
   }
   FinishedSave done = {.step = header_.state.step, .path = folder_};
@@ -211,24 +291,17 @@ void CheckpointWriter::end_phase() {
   finished_.push_back(std::move(done));
 }
 
-void CheckpointWriter::gather_and_publish(const RankFile& mine) {
-  std::vector<std::string> rank_files = texts_at_first(world_, to_text(mine));
-  phase_ = Phase::kPublishing;
-  if (!is_first()) return;
-  published_ = std::async(std::launch::async, [this, rank_files = std::move(rank_files), damaged = damaged_] {
-    FinishedSave done = publish_save(policy_, folder_, manifest_of(header_, rank_files), damaged);
-    done.seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
-    return done;
-  });
-}
-
 template <class Body>
 void CheckpointWriter::agree_or_clean_up(Body&& body) {
   try {
     agree(world_, body);
   } catch (...) {
     // Every rank is here. None goes on, and perhaps ends the job, before the files are gone.
-    if (is_first()) try_remove(partial_of(folder_));
+    if (is_first()) {
+      stop_publishing();
+      published_ = {};
+      try_remove(partial_of(folder_));
+    }
     max_over(world_, 0);
     throw;
   }

@@ -1,16 +1,20 @@
 // Writing checkpoints from any number of ranks, in the background or not; the files are the same. What stands on the
 // disk at every moment of a save: checkpoint_folder.h.
 //
-// Every rank writes a file of its own in a thread. Ranks talk to each other on the thread that calls, at the moments
-// when all of them call: save() and take_finished() at the end of a step, finish() at the end of the run. Once every
-// rank has written, rank 0 gathers what stands in the files and publishes the checkpoint, in a thread again. A failure
-// on one rank ends the save on all of them: what was written is removed, all throw, the older checkpoints stay.
+// Every rank writes a file of its own in a thread, and beside it a record of what stands in it. Rank 0 has a second
+// thread, which publishes the checkpoint as soon as it sees the records of all ranks: nothing of it waits for a step to
+// end. Ranks talk to each other on the thread that calls, at the moments when all of them call: save() and
+// take_finished() at the end of a step, finish() at the end of the run. Then all learn what became of the save; where
+// rank 0 does not see the records yet, as on file systems that take their time, it is told what stands in them. A
+// failure on one rank ends the save on all of them: what was written is removed, all throw, the older checkpoints stay.
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <future>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -88,7 +92,10 @@ class CheckpointWriter {
   void settle();  // takes the pending save to its end
   bool all_ranks_done(Clock::duration patience);
   void end_phase();
-  void gather_and_publish(const RankFile& mine);
+  RankFile write_rank_file();
+  FinishedSave publish(const std::vector<int64_t>& damaged);
+  std::optional<std::vector<std::string>> await_rank_files();
+  void stop_publishing();
   template <class Body>
   void agree_or_clean_up(Body&& body);
 
@@ -107,7 +114,13 @@ class CheckpointWriter {
   std::string folder_;
   Clock::time_point begin_;
   std::future<RankFile> written_;        // while kWriting
-  std::future<FinishedSave> published_;  // while kPublishing, on rank 0
+  std::future<FinishedSave> published_;  // while kWriting or kPublishing, on rank 0
+
+  std::mutex mutex_;
+  std::condition_variable told_;
+  // Guarded by mutex_: what the publishing thread is told.
+  std::optional<std::vector<std::string>> rank_files_;
+  bool give_up_ = false;
 };
 
 }  // namespace palimpsest

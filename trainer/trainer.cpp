@@ -261,7 +261,7 @@ void train(const Config& config, const Mesh& mesh, const std::string& program, C
     throw;
   } catch (const std::exception& error) {
     // One rank's failure: the others wait for it in the middle of a step, so nothing is put away first.
-    if (mesh.world().size() > 1) fail_job(mesh.world().rank(), error.what());
+    if (mesh.world().size() > 1) fail_job(mesh.world().rank(), error);
     throw;
   }
 }

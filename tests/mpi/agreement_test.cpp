@@ -48,18 +48,23 @@ TEST_F(Agreement, WhatOneRankThrowsIsThrownOnAllWithTheRank) {
     if (world_.rank() == 1) throw_user_error("the disk is full");
   });
   EXPECT_EQ(std::string(failure.what()), "rank 1 on " + host_name() + ": the disk is full");
-  EXPECT_EQ(failure.kind(), RanksFailed::Kind::kOfSome);
+  EXPECT_EQ(failure.kind(), RanksFailed::Kind::kUserError);
+  EXPECT_EQ(failure_of([&] {
+              if (world_.rank() == 1) throw Error("a fault");
+              throw_user_error("no such file");
+            }).kind(),
+            RanksFailed::Kind::kFaultOfSome);
 }
 
 TEST_F(Agreement, WhatAllRanksThrowIsOneError) {
   const RanksFailed error = failure_of([] { throw_user_error("no such file"); });
   EXPECT_EQ(std::string(error.what()), "no such file");
-  EXPECT_EQ(error.kind(), RanksFailed::Kind::kUserErrorOfAll);
+  EXPECT_EQ(error.kind(), RanksFailed::Kind::kUserError);
   EXPECT_EQ(failure_of([] { throw Error("a fault"); }).kind(), RanksFailed::Kind::kFaultOfAll);
   // One that all know already passes as it is.
   const RanksFailed inner = failure_of([&] { agree(world_, [] { throw_user_error("inside"); }); });
   EXPECT_EQ(std::string(inner.what()), "inside");
-  EXPECT_EQ(inner.kind(), RanksFailed::Kind::kUserErrorOfAll);
+  EXPECT_EQ(inner.kind(), RanksFailed::Kind::kUserError);
 }
 
 TEST_F(Agreement, AnItemThatDiffersIsNamedWithItsRanks) {

@@ -1,10 +1,12 @@
 // Checkpoints of many ranks: who writes and reads what, in every pair of layouts; what all ranks agree on.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -175,6 +177,31 @@ TEST(ShardedCheckpoint, RanksTrainOnWhileOneStillWrites) {
   }
   CheckpointReader(root / "run/step-000001").load(model.registry(), kAll);
   EXPECT_EQ(ShardedModel::num_wrong(model.wanted(), 1), 0);
+}
+
+// The job may die before its next step ends: a save that all ranks have written must not need it.
+TEST(ShardedCheckpoint, ASaveBecomesACheckpointBeforeTheNextStepEnds) {
+  if (too_few_ranks(2)) GTEST_SKIP() << "needs 2 ranks";
+  const auto mesh = mesh_of({.data = 2});
+  if (!mesh) return;
+  const SharedDirectory root(mesh->world());
+  ShardedModel model(*mesh);
+  Arena planning = Arena::planning("snapshot", Device::kCpu);
+  allocate_snapshot(model.owned(), planning);
+  Arena arena("snapshot", Device::kCpu, planning.peak());
+  CheckpointWriter writer({root / "run", 2}, model.owned(), allocate_snapshot(model.owned(), arena), mesh->world());
+  if (mesh->world().rank() == 1) inject_file_delay(10);
+  model.fill(1);
+  writer.save(header_of(1, *mesh));
+  const std::string folder = root / "run/step-000001";
+  for (int i = 0; i < 600 && !has_manifest(folder); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  inject_file_delay(0);
+  EXPECT_TRUE(has_manifest(folder));
+  CheckpointReader(folder).load(model.registry(), kAll);
+  EXPECT_EQ(ShardedModel::num_wrong(model.wanted(), 1), 0);
+  EXPECT_EQ(writer.finish().size(), 1U);
+  max_over(mesh->world(), 0);
+  EXPECT_EQ(list_directory(folder).size(), 3U);  // two files and the manifest
 }
 
 // ---- failures -------------------------------------------------------------------------------------------------------

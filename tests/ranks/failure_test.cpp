@@ -1,9 +1,11 @@
 // One rank fails in the middle of a run: the whole job ends, soon, with a status that is not 0 and the cause named.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <filesystem>
+#include <fstream>
 #include <thread>
 
 #include "data/file_ops.h"
@@ -86,7 +88,7 @@ TEST_F(FailingRank, ARankThatThrowsEndsTheJobWithItsCause) {
   const std::vector<int> processes = descendants(program.pid());
   remove_tree(root_ / "there/shards");
   const ProgramResult result = end_of(program, processes);
-  EXPECT_EQ(result.exit_code, 3) << result.err;
+  EXPECT_EQ(result.exit_code, 2) << result.err;  // a file that cannot be read, whoever reads it
   EXPECT_NE(result.err.find("error: rank 1 on "), std::string::npos) << result.err;
   EXPECT_NE(result.err.find(".h5"), std::string::npos) << result.err;
 }
@@ -105,7 +107,7 @@ TEST_F(FailingRank, AFullDiskOnOneRankEndsTheJobAndLeavesTheOlderCheckpoint) {
   const auto second = std::find(words.begin(), words.end(), ":") + 1;
   words.insert(second, {"-x", "PALIMPSEST_FAIL_AT_FILE_OPERATION=150"});
   const ProgramResult result = run_command_line(words);
-  EXPECT_EQ(result.exit_code, 3) << result.err;
+  EXPECT_EQ(result.exit_code, 2) << result.err;
   EXPECT_NE(result.err.find("error: rank 1 on "), std::string::npos) << result.err;
   EXPECT_NE(result.err.find("No space left on device"), std::string::npos) << result.err;
   const auto left = list_checkpoints(checkpoint_path(config_));
@@ -115,6 +117,39 @@ TEST_F(FailingRank, AFullDiskOnOneRankEndsTheJobAndLeavesTheOlderCheckpoint) {
   const ProgramResult again = run_command_line(on_ranks(2, arguments));
   EXPECT_EQ(again.exit_code, 0) << again.err;
   EXPECT_NE(again.out.find("resumed from " + left.back().path), std::string::npos) << again.out;
+}
+
+TEST_F(FailingRank, ADiskThatFillsDuringASaveOfFourRanksEndsTheJobAndLeavesTheOlderCheckpoint) {
+  const support::SmallFileSystem disk(int64_t{8} << 20);
+  if (!disk.mounted()) GTEST_SKIP() << "only root may mount a file system";
+  create_directories(disk / "saves");
+  create_directories(config_.run.dir);
+  std::filesystem::create_directory_symlink(disk / "saves", checkpoint_path(config_));
+  const std::vector<std::string> arguments = {
+      "train", file_, "checkpoint.every=4", "checkpoint.keep_last=1", "parallel.tensor=2", "parallel.zero=2"};
+  RunningProgram program = RunningProgram::of_command_line(on_ranks(4, arguments));
+  wait_for_steps(config_, 5);
+  const auto newest = [&]() -> std::string {
+    const auto all = list_checkpoints(checkpoint_path(config_));
+    const auto complete = std::find_if(all.rbegin(), all.rend(), [](const auto& it) { return it.has_manifest; });
+    return complete == all.rend() ? "" : complete->path;
+  };
+  for (int i = 0; i < 600 && newest().empty(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  const std::vector<int> processes = descendants(program.pid());
+  std::ofstream(disk / "filler") << std::string(8 << 20, 'x');  // as much as there is room for
+  const ProgramResult result = end_of(program, processes);
+  EXPECT_EQ(result.exit_code, 2) << result.err;
+  EXPECT_NE(result.err.find("error: rank "), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find("No space left on device"), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find("checkpoints/step-"), std::string::npos) << result.err;
+  const std::string left = newest();
+  ASSERT_FALSE(left.empty());
+  remove_file(disk / "filler");
+  std::vector<std::string> again = arguments;
+  again.push_back("train.max_minutes=0.001");
+  const ProgramResult resumed = run_command_line(on_ranks(2, again));
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.err;
+  EXPECT_NE(resumed.out.find("resumed from " + left), std::string::npos) << resumed.out;
 }
 
 }  // namespace
