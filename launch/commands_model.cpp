@@ -75,7 +75,8 @@ int run_command(const EvalArguments& arguments, Ranks& ranks, Console& console) 
   agree(mesh.world(), [&] {
     options = evaluation_options(config, arguments.stride);
     sets = open_eval_sets(config);
-    if (sets.empty()) throw_user_error("data.eval is missing: give a folder of token shards to evaluate on");
+    if (sets.empty())
+      throw_user_error(arguments.config.path, ": data.eval is missing: give a folder of token shards to evaluate on");
     bench.emplace(config, mesh);
     allocate_for_evaluation(config, *bench);
   });

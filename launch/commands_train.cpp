@@ -44,7 +44,13 @@ int run_command(const TrainArguments& arguments, Ranks& ranks, Console& console)
     if (ranks.is_first()) print_field(config, arguments.print_key);
     return kExitSuccess;
   }
-  agree(ranks.world(), [&] { validate_for_training(config); });
+  agree(ranks.world(), [&] {
+    try {
+      validate_for_training(config);
+    } catch (const UserError& error) {  // what is missing has no line, but a file
+      throw_user_error(arguments.config.path, ": ", error.what());
+    }
+  });
   const Mesh& mesh = ranks.lay_out(config.parallel, console);
   if (arguments.dry_run) {
     dry_run(config, mesh, console);

@@ -18,6 +18,10 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
 run=runs/quickstart
 config=configs/quickstart.yaml
+for file in "${inputs[@]}"; do
+  [[ $file != "$(realpath -m "$run")"/* ]] ||
+    { echo "launch/quickstart.sh: '$file' lies in $run, which is cleared first; move it elsewhere" >&2; exit 2; }
+done
 if command -v nvidia-smi > /dev/null && nvidia-smi -L 2> /dev/null | grep -q GPU; then
   build=build with_cuda=ON
 else

@@ -40,9 +40,10 @@ TEST_F(BadInput, Config) {
   expect_no_run({"bf16", "device: cuda"}, {"precision=bf16"});
   expect_no_run({"device is cuda"}, {"device=cuda"});
   expect_no_run({"retnett", "known are"}, {"model.layers=[kda, retnett]"});
-  expect_no_run({"data.train is missing"}, {"data.train=null"});
-  expect_no_run({"train.steps is missing"}, {"train.steps=null"});
+  expect_no_run({"config.yaml: data.train is missing"}, {"data.train=null"});
+  expect_no_run({"config.yaml: train.steps is missing"}, {"train.steps=null"});
   expect_user_error({"train", root_ / "none.yaml"}, {"none.yaml"});
+  expect_user_error({"eval", file_, "data.eval=null"}, {"config.yaml: data.eval is missing"});
   write_file(file_, "train:\n  steps: 3\n  stepz: 4\n");
   expect_no_run({"config.yaml:3:3", "stepz", "steps"});
   write_file(file_, "train:\n  steps: 3\n  steps: 4\n");
@@ -185,6 +186,29 @@ TEST_F(BadInput, ReadOnlyOrFullOutput) {
   expect_user_error({"score", file_, "--tokens", root_ / "shards", "--out", full / "s.h5"},
                     {full.path(), "No space left"});
   EXPECT_EQ(list_directory(full.path()), std::vector<std::string>());
+}
+
+TEST_F(BadInput, QuickstartKeepsTextThatLiesWhereItWouldClear) {
+  // A copy: should it go on, it has nothing to build.
+  create_directories(root_ / "launch");
+  for (const char* script : {"quickstart.sh", "phases.sh"})
+    write_file(root_ / ("launch/" + std::string(script)),
+               read_file(std::string(PALIMPSEST_SOURCE_DIR) + "/launch/" + script));
+  create_directories(root_ / "runs/quickstart");
+  const std::string mine = root_ / "runs/quickstart/mine.txt";
+  write_file(mine, "text");
+  const auto quickstart = [&](const std::string& input) {
+    return support::run_command_line({"/bin/bash", root_ / "launch/quickstart.sh", input});
+  };
+  for (const auto& [input, part] :
+       {std::pair(mine, "move it elsewhere"), std::pair(root_ / "none.txt", "cannot read")}) {
+    const ProgramResult result = quickstart(input);
+    EXPECT_EQ(result.exit_code, 2) << result.out;
+    EXPECT_TRUE(is_one_line(result.err)) << result.err;
+    EXPECT_NE(result.err.find(part), std::string::npos) << result.err;
+    EXPECT_NE(result.err.find(input), std::string::npos) << result.err;
+  }
+  EXPECT_EQ(read_file(mine), "text");
 }
 
 TEST_F(BadInput, DiskThatFillsDuringASaveEndsTheRunAndLeavesTheOldCheckpoint) {
