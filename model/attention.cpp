@@ -15,12 +15,9 @@ namespace palimpsest {
 
 namespace {
 
-struct SavedAttention : Saved {
-  Tensor proj;            // [N, P]: all projections of x; q and k rotated in place when there are no norms
-  Tensor q, k;            // [N, H, d], [N, HKV, d]: normalised and rotated; columns of proj without norms
-  Tensor q_rstd, k_rstd;  // [N, H], [N, HKV]; absent without norms
-  Tensor o;               // [N, H, d], before the gate
-  Tensor lse;             // [N, H]
+struct SavedAttention : Saved, AttentionHeads {
+  Tensor o;    // [N, H, d], before the gate
+  Tensor lse;  // [N, H]
 };
 
 struct AttentionDecodeState : DecodeState {
@@ -93,24 +90,32 @@ Tensor Attention::normalise(Context& context, Arena& arena, const Tensor& x, con
   return y;
 }
 
+AttentionHeads Attention::heads(Context& context, Arena& arena, const Sequence& sequence, const Tensor& x) const {
+  Stream& stream = context.stream;
+  AttentionHeads heads;
+  // 1. all projections of x
+  heads.proj = arena.allocate(context.dtype, {x.dim(0), in_proj_->value.dim(0)});
+  linear_forward(stream, heads.proj, x, in_proj_->value, Write::kOverwrite);
+  // 2. norms of queries and keys
+  heads.q = normalise(context, arena, q_columns(heads.proj), q_norm_, heads.q_rstd);
+  heads.k = normalise(context, arena, k_columns(heads.proj), k_norm_, heads.k_rstd);
+  // 3. rotation, in place
+  rope_.forward(stream, heads.q, sequence.positions);
+  rope_.forward(stream, heads.k, sequence.positions);
+  return heads;
+}
+
 std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const {
   Stream& stream = context.stream;
   Arena& keep = context.activations;
   Arena::Scope scope(stream.scratch());
   const int64_t N = x.dim(0), H = num_heads_, d = head_dim_;
   auto saved = std::make_unique<SavedAttention>();
-  // 1. all projections of x
-  saved->proj = keep.allocate(context.dtype, {N, in_proj_->value.dim(0)});
-  linear_forward(stream, saved->proj, x, in_proj_->value, Write::kOverwrite);
-  // 2. norms of queries and keys
-  saved->q = normalise(context, keep, q_columns(saved->proj), q_norm_, saved->q_rstd);
-  saved->k = normalise(context, keep, k_columns(saved->proj), k_norm_, saved->k_rstd);
-  // 3. rotation, in place
-  rope_.forward(stream, saved->q, sequence.positions);
-  rope_.forward(stream, saved->k, sequence.positions);
+  // 1. to 3.
+  static_cast<AttentionHeads&>(*saved) = heads(context, keep, sequence, x);
   // 4. attention
   saved->o = keep.allocate(context.dtype, {N, H, d});
-  saved->lse = keep.allocate(o_proj_->value.dtype() == DType::kF64 ? DType::kF64 : DType::kF32, {N, H});
+  saved->lse = keep.allocate(statistics_dtype(), {N, H});
   {
     Arena::Scope inner(stream.scratch());
     std::optional<PassedRows> passed;  // under way during the attention to own keys
@@ -230,21 +235,15 @@ void Attention::extend(Context& context, DecodeState& state_base, const Sequence
   Arena::Scope scope(scratch);
   const int64_t N = x.dim(0), H = num_heads_, d = head_dim_;
   CHECK(state.length + N <= state.k.dim(0), "the decode state is full: ", state.k.dim(0), " tokens");
-  const Tensor proj = scratch.allocate(context.dtype, {N, in_proj_->value.dim(0)});
-  linear_forward(stream, proj, x, in_proj_->value, Write::kOverwrite);
-  Tensor rstd;
-  const Tensor q = normalise(context, scratch, q_columns(proj), q_norm_, rstd);
-  const Tensor k = normalise(context, scratch, k_columns(proj), k_norm_, rstd);
-  rope_.forward(stream, q, sequence.positions);
-  rope_.forward(stream, k, sequence.positions);
-  copy(stream, state.k.rows(state.length, N), k);
-  copy(stream, state.v.rows(state.length, N), v_columns(proj));
+  const AttentionHeads added = heads(context, scratch, sequence, x);
+  copy(stream, state.k.rows(state.length, N), added.k);
+  copy(stream, state.v.rows(state.length, N), v_columns(added.proj));
   state.length += N;
   const Tensor o = scratch.allocate(context.dtype, {N, H, d});
-  const Tensor lse = scratch.allocate(o_proj_->value.dtype() == DType::kF64 ? DType::kF64 : DType::kF32, {N, H});
-  attention_forward(stream, o, lse, q, state.k.rows(0, state.length), state.v.rows(0, state.length), scale_,
+  const Tensor lse = scratch.allocate(statistics_dtype(), {N, H});
+  attention_forward(stream, o, lse, added.q, state.k.rows(0, state.length), state.v.rows(0, state.length), scale_,
                     sequence.documents, Documents::single(state.length));
-  if (output_gate_) sigmoid_gate_forward(stream, o, o, gate_columns(proj));
+  if (output_gate_) sigmoid_gate_forward(stream, o, o, gate_columns(added.proj));
   linear_forward(stream, y, o.merge_columns(), o_proj_->value, Write::kOverwrite);
 }
 

@@ -13,6 +13,13 @@
 
 namespace palimpsest {
 
+// What all projections of x [N, D] become before the attention itself.
+struct AttentionHeads {
+  Tensor proj;            // [N, P]: all projections of x; q and k rotated in place when there are no norms
+  Tensor q, k;            // [N, H, d], [N, HKV, d]: normalised and rotated; columns of proj without norms
+  Tensor q_rstd, k_rstd;  // [N, H], [N, HKV]; absent without norms
+};
+
 class Attention : public TokenMixer {
  public:
   // Declares <prefix>self_attn.{q,k,v,o}_proj, with the options also g_proj and q_norm, k_norm.
@@ -34,8 +41,11 @@ class Attention : public TokenMixer {
   // Rows [n, 2*HKV*d] of keys and values from other sequence ranks, as heads [n, HKV, d].
   Tensor passed_keys(const Tensor& rows) const;
   Tensor passed_values(const Tensor& rows) const;
+  AttentionHeads heads(Context& context, Arena& arena, const Sequence& sequence, const Tensor& x) const;
   // Normalises x [N, h, d] into a new tensor of `arena` when the layer has q/k norms, else x itself.
   Tensor normalise(Context& context, Arena& arena, const Tensor& x, const Parameter* norm, Tensor& rstd) const;
+
+  DType statistics_dtype() const { return o_proj_->value.dtype() == DType::kF64 ? DType::kF64 : DType::kF32; }
 
   int64_t num_heads_, num_kv_heads_, head_dim_;
   bool output_gate_;

@@ -11,12 +11,9 @@ namespace palimpsest {
 
 namespace {
 
-struct SavedDelta : Saved {
-  Tensor proj;   // [N, P]: all projections of x
-  Tensor decay;  // [N, HV*K]: decay logits of low rank, or absent
-  Tensor gate;   // [N, HV*V]: output gate of low rank, or absent
-  Tensor o;      // [N, HV, V]
-  Tensor rstd;   // [N, HV]
+struct SavedDelta : Saved, DeltaProjections {
+  Tensor o;     // [N, HV, V]
+  Tensor rstd;  // [N, HV]
   DeltaRuleSaved delta;
   // Where sequence ranks cut the rows, for each slot of the rank:
   Tensor halo;         // [R, W-1, C]: inputs of the convolution from earlier ranges
@@ -62,24 +59,40 @@ Tensor DeltaMixer::gate_columns(const Tensor& proj) const {
   return proj.columns(parts_.conv_channels() + parts_.decay_rows, parts_.gate_rows);
 }
 
-Tensor DeltaMixer::output_gate(const Tensor& proj, const Tensor& gate) const {
+Tensor DeltaMixer::output_gate(const DeltaProjections& projections) const {
+  const auto& [proj, decay, gate] = projections;
   return (gate.defined() ? gate : gate_columns(proj)).split_columns(parts_.num_value_heads, parts_.value_size);
 }
 
-Tensor DeltaMixer::allocate_decay(Arena& arena, DType dtype, int64_t N) const {
-  return parts_.decay_b ? arena.allocate(dtype, {N, parts_.decay_b->value.dim(0)}) : Tensor();
+DeltaProjections DeltaMixer::allocate_projections(Arena& arena, DType dtype, int64_t N) const {
+  DeltaProjections out = {.proj = arena.allocate(dtype, {N, parts_.in_proj->value.dim(0)})};
+  if (parts_.decay_b) out.decay = arena.allocate(dtype, {N, parts_.decay_b->value.dim(0)});
+  if (parts_.gate_b) out.gate = arena.allocate(dtype, {N, parts_.gate_b->value.dim(0)});
+  return out;
 }
 
-Tensor DeltaMixer::allocate_gate(Arena& arena, DType dtype, int64_t N) const {
-  return parts_.gate_b ? arena.allocate(dtype, {N, parts_.gate_b->value.dim(0)}) : Tensor();
+DeltaProjections DeltaMixer::project(Context& context, Arena& arena, const Tensor& x) const {
+  Stream& stream = context.stream;
+  DeltaProjections out = allocate_projections(arena, context.dtype, x.dim(0));
+  // 1. all projections of x
+  linear_forward(stream, out.proj, x, parts_.in_proj->value, Write::kOverwrite);
+  // 2. decay logits and output gate of low rank
+  if (parts_.decay_b)
+    linear_forward(stream, out.decay, decay_columns(out.proj), parts_.decay_b->value, Write::kOverwrite);
+  if (parts_.gate_b) linear_forward(stream, out.gate, gate_columns(out.proj), parts_.gate_b->value, Write::kOverwrite);
+  return out;
 }
 
-void DeltaMixer::second_projections(Stream& stream, const Tensor& proj, const Tensor& decay, const Tensor& gate) const {
-  if (decay.defined()) linear_forward(stream, decay, decay_columns(proj), parts_.decay_b->value, Write::kOverwrite);
-  if (gate.defined()) linear_forward(stream, gate, gate_columns(proj), parts_.gate_b->value, Write::kOverwrite);
+Tensor DeltaMixer::normed(Context& context, const Tensor& o, const Tensor& rstd,
+                          const DeltaProjections& projections) const {
+  const Tensor normed = context.stream.scratch().allocate(context.dtype, o.shape());
+  gated_rms_norm_forward(context.stream, normed, rstd, o, output_gate(projections), parts_.o_norm->value,
+                         parts_.norm_eps, parts_.gate_activation);
+  return normed;
 }
 
-DeltaRuleInputs DeltaMixer::delta_inputs(const Tensor& convolved, const Tensor& proj, const Tensor& decay) const {
+DeltaRuleInputs DeltaMixer::delta_inputs(const Tensor& convolved, const DeltaProjections& projections) const {
+  const auto& [proj, decay, gate] = projections;
   const int64_t H = parts_.num_heads, HV = parts_.num_value_heads, K = parts_.key_size, V = parts_.value_size;
   DeltaRuleInputs in;
   in.q = convolved.columns(0, H * K).split_columns(H, K);
@@ -112,13 +125,8 @@ std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& seq
   Arena::Scope scope(stream.scratch());
   const int64_t N = x.dim(0), HV = parts_.num_value_heads, V = parts_.value_size;
   auto saved = std::make_unique<SavedDelta>();
-  // 1. all projections of x
-  saved->proj = keep.allocate(context.dtype, {N, parts_.in_proj->value.dim(0)});
-  linear_forward(stream, saved->proj, x, parts_.in_proj->value, Write::kOverwrite);
-  // 2. decay logits and output gate of low rank
-  saved->decay = allocate_decay(keep, context.dtype, N);
-  saved->gate = allocate_gate(keep, context.dtype, N);
-  second_projections(stream, saved->proj, saved->decay, saved->gate);
+  // 1. and 2.
+  static_cast<DeltaProjections&>(*saved) = project(context, keep, x);
   // 3. short convolution of q, k, v, from the inputs of earlier ranges on
   if (sequence.crossings.cut() && window() > 0) {
     saved->halo = keep.allocate(context.dtype, {sequence.crossings.num_slots, window(), parts_.conv_channels()});
@@ -126,7 +134,7 @@ std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& seq
   }
   const Tensor convolved = convolve(context, sequence, saved->proj, saved->halo);
   // 4. delta rule, from the states of earlier ranges on
-  DeltaRuleInputs in = delta_inputs(convolved, saved->proj, saved->decay);
+  DeltaRuleInputs in = delta_inputs(convolved, *saved);
   if (sequence.crossings.cut()) {
     saved->states = allocate_range_states(keep, statistics_dtype(), sequence, delta_rule_shape(in, sequence.documents));
     exchange_states(context, sequence, saved->states, in, parts_.options);
@@ -138,11 +146,9 @@ std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& seq
   delta_rule_forward(stream, {.o = saved->o}, saved->delta, in, parts_.options, sequence.documents);
   // 5. gated norm
   saved->rstd = keep.allocate(statistics_dtype(), {N, HV});
-  const Tensor normed = stream.scratch().allocate(context.dtype, {N, HV, V});
-  gated_rms_norm_forward(stream, normed, saved->rstd, saved->o, output_gate(saved->proj, saved->gate),
-                         parts_.o_norm->value, parts_.norm_eps, parts_.gate_activation);
+  const Tensor heads = normed(context, saved->o, saved->rstd, *saved);
   // 6. output projection
-  if (y.defined()) linear_forward(stream, y, normed.merge_columns(), parts_.o_proj->value, Write::kOverwrite);
+  if (y.defined()) linear_forward(stream, y, heads.merge_columns(), parts_.o_proj->value, Write::kOverwrite);
   return saved;
 }
 
@@ -153,37 +159,32 @@ void DeltaMixer::backward(Context& context, const Sequence& sequence, const Save
   Arena& scratch = stream.scratch();
   Arena::Scope scope(scratch);
   const int64_t N = x.dim(0), HV = parts_.num_value_heads, V = parts_.value_size;
-  const Tensor z = output_gate(saved.proj, saved.gate);
-  const Tensor d_proj = scratch.allocate(context.dtype, saved.proj.shape());
-  const Tensor d_decay = allocate_decay(scratch, context.dtype, N);
-  const Tensor d_gate = allocate_gate(scratch, context.dtype, N);
+  const DeltaProjections d_projections = allocate_projections(scratch, context.dtype, N);
+  const auto& [d_proj, d_decay, d_gate] = d_projections;
   const Tensor d_o = scratch.allocate(context.dtype, {N, HV, V});
   {
     Arena::Scope inner(scratch);
-    const Tensor normed = scratch.allocate(context.dtype, {N, HV, V});
     const Tensor d_normed = scratch.allocate(context.dtype, {N, HV, V});
     const Tensor rstd = scratch.allocate(statistics_dtype(), {N, HV});
     // 6. recomputes the normed heads
-    gated_rms_norm_forward(stream, normed, rstd, saved.o, z, parts_.o_norm->value, parts_.norm_eps,
-                           parts_.gate_activation);
-    linear_backward_weight(stream, parts_.o_proj->grad, dy, normed.merge_columns());
+    linear_backward_weight(stream, parts_.o_proj->grad, dy, normed(context, saved.o, rstd, saved).merge_columns());
     linear_backward_input(stream, d_normed.merge_columns(), dy, parts_.o_proj->value, Write::kOverwrite);
     // 5.
-    gated_rms_norm_backward(stream, d_o, output_gate(d_proj, d_gate), parts_.o_norm->grad, d_normed, saved.o, z,
-                            parts_.o_norm->value, saved.rstd, parts_.gate_activation);
+    gated_rms_norm_backward(stream, d_o, output_gate(d_projections), parts_.o_norm->grad, d_normed, saved.o,
+                            output_gate(saved), parts_.o_norm->value, saved.rstd, parts_.gate_activation);
   }
   // 4. recomputes the convolution
   const Tensor convolved = convolve(context, sequence, saved.proj, saved.halo);
   const Tensor d_convolved =
       parts_.conv ? scratch.allocate(context.dtype, {N, parts_.conv_channels()}) : conv_columns(d_proj);
-  DeltaRuleInputs in = delta_inputs(convolved, saved.proj, saved.decay);
+  DeltaRuleInputs in = delta_inputs(convolved, saved);
   Tensor d_final_state;
   if (sequence.crossings.cut()) {
     in.initial_state = saved.states.entering;
     d_final_state = scratch.allocate(statistics_dtype(), in.initial_state.shape());
     exchange_state_gradients(context, sequence, saved.states, d_final_state, d_o, saved.delta, in, parts_.options);
   }
-  const DeltaRuleInputs d_in = delta_inputs(d_convolved, d_proj, d_decay);
+  const DeltaRuleInputs d_in = delta_inputs(d_convolved, d_projections);
   DeltaRuleGrads grads = {
       .dq = d_in.q, .dk = d_in.k, .dv = d_in.v, .dbeta_logit = d_in.beta_logit, .dgate_logit = d_in.gate_logit};
   if (parts_.A_log) grads.dA_log = parts_.A_log->grad;
@@ -237,23 +238,14 @@ void DeltaMixer::extend(Context& context, DecodeState& state_base, const Sequenc
   Arena& scratch = stream.scratch();
   Arena::Scope scope(scratch);
   const int64_t N = x.dim(0), HV = parts_.num_value_heads, V = parts_.value_size;
-  // 1. and 2. projections
-  const Tensor proj = scratch.allocate(context.dtype, {N, parts_.in_proj->value.dim(0)});
-  linear_forward(stream, proj, x, parts_.in_proj->value, Write::kOverwrite);
-  const Tensor decay = allocate_decay(scratch, context.dtype, N);
-  const Tensor gate = allocate_gate(scratch, context.dtype, N);
-  second_projections(stream, proj, decay, gate);
+  // 1. and 2.
+  const DeltaProjections projections = project(context, scratch, x);
   // 3. convolution, continuing from the last inputs
-  Tensor convolved = conv_columns(proj);
-  if (parts_.conv) {
-    convolved = scratch.allocate(context.dtype, {N, parts_.conv_channels()});
-    short_conv_forward(stream, convolved, conv_columns(proj), parts_.conv->value, state.conv, sequence.documents,
-                       ConvActivation::kSilu);
-    if (state.conv.defined())
-      short_conv_final_state(stream, state.conv, conv_columns(proj), state.conv, sequence.documents);
-  }
+  const Tensor convolved = convolve(context, sequence, projections.proj, state.conv);
+  if (state.conv.defined())
+    short_conv_final_state(stream, state.conv, conv_columns(projections.proj), state.conv, sequence.documents);
   // 4. recurrence, continuing from the state
-  DeltaRuleInputs in = delta_inputs(convolved, proj, decay);
+  DeltaRuleInputs in = delta_inputs(convolved, projections);
   in.initial_state = state.state;
   DeltaRuleOptions options = parts_.options;
   options.save_level = SaveLevel::kNothing;
@@ -263,11 +255,9 @@ void DeltaMixer::extend(Context& context, DecodeState& state_base, const Sequenc
   delta_rule_forward(stream, {.o = o, .final_state = next_state}, {}, in, options, sequence.documents);
   copy(stream, state.state, next_state);
   // 5. and 6. gated norm and output projection
-  const Tensor normed = scratch.allocate(context.dtype, {N, HV, V});
   const Tensor rstd = scratch.allocate(statistics_dtype(), {N, HV});
-  gated_rms_norm_forward(stream, normed, rstd, o, output_gate(proj, gate), parts_.o_norm->value, parts_.norm_eps,
-                         parts_.gate_activation);
-  linear_forward(stream, y, normed.merge_columns(), parts_.o_proj->value, Write::kOverwrite);
+  linear_forward(stream, y, normed(context, o, rstd, projections).merge_columns(), parts_.o_proj->value,
+                 Write::kOverwrite);
 }
 
 }  // namespace palimpsest

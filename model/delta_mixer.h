@@ -46,6 +46,13 @@ ParameterStack& declare_convolutions(ParameterRegistry& registry, const std::str
 // A_log or dt_bias: `size` numbers of the decay, the same number for each of `heads` value heads.
 ParameterSpec decay_parameter(std::string name, int64_t size, int64_t heads, Init init);
 
+// All projections of x [N, D], or their gradients.
+struct DeltaProjections {
+  Tensor proj;   // [N, P]: the stacked first projections
+  Tensor decay;  // [N, HV*K]: decay logits of low rank; absent when they are columns of proj
+  Tensor gate;   // [N, HV*V]: output gate of low rank; absent when it is columns of proj
+};
+
 class DeltaMixer : public TokenMixer {
  public:
   explicit DeltaMixer(const DeltaMixerParts& parts) : parts_(parts) {}
@@ -62,15 +69,14 @@ class DeltaMixer : public TokenMixer {
   Tensor conv_columns(const Tensor& proj) const;   // [N, C]
   Tensor decay_columns(const Tensor& proj) const;  // [N, decay_rows]
   Tensor gate_columns(const Tensor& proj) const;   // [N, gate_rows]
-  // The op's inputs from the convolved columns [N, C], the projection [N, P] and the decay logits `decay` [N, HV*K]
-  // (absent when they are columns of proj). Given gradients instead, the places of the op's gradients.
-  DeltaRuleInputs delta_inputs(const Tensor& convolved, const Tensor& proj, const Tensor& decay) const;
-  // The output gate as heads [N, HV, V]; `gate` is the low-rank gate [N, HV*V], absent when it is columns of proj.
-  Tensor output_gate(const Tensor& proj, const Tensor& gate) const;
-  void second_projections(Stream& stream, const Tensor& proj, const Tensor& decay, const Tensor& gate) const;
-  // Room for the two low-rank results; absent tensors where there is no second matrix.
-  Tensor allocate_decay(Arena& arena, DType dtype, int64_t N) const;
-  Tensor allocate_gate(Arena& arena, DType dtype, int64_t N) const;
+  DeltaProjections allocate_projections(Arena& arena, DType dtype, int64_t N) const;
+  DeltaProjections project(Context& context, Arena& arena, const Tensor& x) const;
+  // The op's inputs from the convolved columns [N, C] and the projections. Given gradients instead, the places of the
+  // op's gradients.
+  DeltaRuleInputs delta_inputs(const Tensor& convolved, const DeltaProjections& projections) const;
+  Tensor output_gate(const DeltaProjections& projections) const;  // as heads [N, HV, V]
+  // The gated norm of o [N, HV, V], in scratch memory; its statistics go to rstd [N, HV].
+  Tensor normed(Context& context, const Tensor& o, const Tensor& rstd, const DeltaProjections& projections) const;
   // q, k, v after the convolution [N, C], in scratch memory; the columns themselves when there is none. `halo` [R, W-1,
   // C] holds the inputs from other sequence ranks; absent when the rows are not cut.
   Tensor convolve(Context& context, const Sequence& sequence, const Tensor& proj, const Tensor& halo) const;

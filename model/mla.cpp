@@ -18,19 +18,14 @@ namespace {
 // Both latent norms are plain with this epsilon, whatever the model's norm_eps is: so the published code has it.
 constexpr double kLatentNormEps = 1e-6;
 
-struct SavedMla : Saved {
-  Tensor proj;     // [N, P]: all projections of x; the shared key already rotated
-  Tensor q;        // [N, H, dq], rotated; columns of proj when there is no query rank
-  Tensor q_rstd;   // [N]; absent without a query rank
-  Tensor kv_rstd;  // [N]
-  Tensor kv;       // [N, H, dn + dv]: the expanded latent
-  Tensor o;        // [N, H, dv]
-  Tensor lse;      // [N, H]
+struct SavedMla : Saved, MlaProjections {
+  Tensor kv;   // [N, H, dn + dv]: the expanded latent
+  Tensor o;    // [N, H, dv]
+  Tensor lse;  // [N, H]
 };
 
 struct MlaDecodeState : DecodeState {
-  Tensor latent;  // [max_tokens, r], normalised
-  Tensor k_pe;    // [max_tokens, dr], rotated
+  Tensor cache;  // [max_tokens, r + dr]: the normalised latent and the rotated shared key
   int64_t length = 0;
 };
 
@@ -95,6 +90,28 @@ Tensor Mla::queries(Context& context, Arena& arena, const Tensor& proj, const Te
   return q;
 }
 
+MlaProjections Mla::project(Context& context, Arena& arena, const Sequence& sequence, const Tensor& x,
+                            const Tensor& latent) const {
+  Stream& stream = context.stream;
+  const int64_t N = x.dim(0);
+  const DType statistics = kv_a_norm_->value.dtype();
+  MlaProjections out;
+  // 1. all projections of x
+  out.proj = arena.allocate(context.dtype, {N, in_proj_->value.dim(0)});
+  linear_forward(stream, out.proj, x, in_proj_->value, Write::kOverwrite);
+  // 2. queries
+  if (q_rank_ > 0) out.q_rstd = arena.allocate(statistics, {N});
+  out.q = queries(context, arena, out.proj, out.q_rstd);
+  // 3. latent
+  out.kv_rstd = arena.allocate(statistics, {N});
+  rms_norm_forward(stream, latent, out.kv_rstd, latent_columns(out.proj), kv_a_norm_->value, kLatentNormEps,
+                   NormWeight::kPlain);
+  // 4. rotation, in place
+  q_rope_.forward(stream, out.q, sequence.positions);
+  k_rope_.forward(stream, k_pe_columns(out.proj), sequence.positions);
+  return out;
+}
+
 std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const {
   Stream& stream = context.stream;
   Arena& keep = context.activations;
@@ -103,23 +120,12 @@ std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, 
   const int64_t N = x.dim(0), H = num_heads_, dq = nope_dim_ + rope_dim_;
   const DType statistics = kv_a_norm_->value.dtype();
   auto saved = std::make_unique<SavedMla>();
-  // 1. all projections of x
-  saved->proj = keep.allocate(context.dtype, {N, in_proj_->value.dim(0)});
-  linear_forward(stream, saved->proj, x, in_proj_->value, Write::kOverwrite);
-  // 2. queries
-  if (q_rank_ > 0) saved->q_rstd = keep.allocate(statistics, {N});
-  saved->q = queries(context, keep, saved->proj, saved->q_rstd);
-  // 3. latent, expanded to keys and values
-  saved->kv_rstd = keep.allocate(statistics, {N});
-  saved->kv = keep.allocate(context.dtype, {N, H, nope_dim_ + value_dim_});
+  // 1. to 4.
   const Tensor latent = scratch.allocate(context.dtype, {N, kv_rank_});
-  rms_norm_forward(stream, latent, saved->kv_rstd, latent_columns(saved->proj), kv_a_norm_->value, kLatentNormEps,
-                   NormWeight::kPlain);
-  linear_forward(stream, saved->kv.merge_columns(), latent, kv_b_->value, Write::kOverwrite);
-  // 4. rotation, in place
-  q_rope_.forward(stream, saved->q, sequence.positions);
-  k_rope_.forward(stream, k_pe_columns(saved->proj), sequence.positions);
+  static_cast<MlaProjections&>(*saved) = project(context, keep, sequence, x, latent);
   // 5. keys and values as heads
+  saved->kv = keep.allocate(context.dtype, {N, H, nope_dim_ + value_dim_});
+  linear_forward(stream, saved->kv.merge_columns(), latent, kv_b_->value, Write::kOverwrite);
   const Tensor k = scratch.allocate(context.dtype, {N, H, dq});
   const Tensor v = scratch.allocate(context.dtype, {N, H, value_dim_});
   mla_keys_values_forward(stream, k, v, saved->kv, k_pe_columns(saved->proj));
@@ -283,8 +289,7 @@ double Mla::flops_per_token(int64_t row_length) const {
 
 std::unique_ptr<DecodeState> Mla::make_decode_state(Context& context, int64_t max_tokens) const {
   auto state = std::make_unique<MlaDecodeState>();
-  state->latent = context.activations.allocate(context.dtype, {max_tokens, kv_rank_});
-  state->k_pe = context.activations.allocate(context.dtype, {max_tokens, rope_dim_});
+  state->cache = context.activations.allocate(context.dtype, {max_tokens, kv_rank_ + rope_dim_});
   return state;
 }
 
@@ -293,32 +298,21 @@ void Mla::extend(Context& context, DecodeState& state_base, const Sequence& sequ
   Stream& stream = context.stream;
   Arena& scratch = stream.scratch();
   Arena::Scope scope(scratch);
-  const int64_t N = x.dim(0), H = num_heads_, dq = nope_dim_ + rope_dim_;
+  const int64_t N = x.dim(0), H = num_heads_;
   const DType statistics = kv_a_norm_->value.dtype();
-  CHECK(state.length + N <= state.latent.dim(0), "the decode state is full: ", state.latent.dim(0), " tokens");
-  // 1. projections and 2. queries
-  const Tensor proj = scratch.allocate(context.dtype, {N, in_proj_->value.dim(0)});
-  linear_forward(stream, proj, x, in_proj_->value, Write::kOverwrite);
-  const Tensor rstd = scratch.allocate(statistics, {N});
-  const Tensor q = queries(context, scratch, proj, rstd);
-  q_rope_.forward(stream, q, sequence.positions);
-  // 3. and 4. new rows of the cache
-  rms_norm_forward(stream, state.latent.rows(state.length, N), rstd, latent_columns(proj), kv_a_norm_->value,
-                   kLatentNormEps, NormWeight::kPlain);
-  k_rope_.forward(stream, k_pe_columns(proj), sequence.positions);
-  copy(stream, state.k_pe.rows(state.length, N), k_pe_columns(proj));
+  CHECK(state.length + N <= state.cache.dim(0), "the decode state is full: ", state.cache.dim(0), " tokens");
+  // 1. to 4. with new rows of the cache
+  const Tensor added = state.cache.rows(state.length, N);
+  const MlaProjections projections = project(context, scratch, sequence, x, added.columns(0, kv_rank_));
+  copy(stream, added.columns(kv_rank_, rope_dim_), k_pe_columns(projections.proj));
   state.length += N;
   // 5. keys and values of all tokens so far
-  const int64_t L = state.length;
-  const Tensor kv = scratch.allocate(context.dtype, {L, H, nope_dim_ + value_dim_});
-  const Tensor k = scratch.allocate(context.dtype, {L, H, dq});
-  const Tensor v = scratch.allocate(context.dtype, {L, H, value_dim_});
-  linear_forward(stream, kv.merge_columns(), state.latent.rows(0, L), kv_b_->value, Write::kOverwrite);
-  mla_keys_values_forward(stream, k, v, kv, state.k_pe.rows(0, L));
+  const KeysValues keys = expand(context, state.cache.rows(0, state.length));
   // 6. attention and 7. output projection
   const Tensor o = scratch.allocate(context.dtype, {N, H, value_dim_});
   const Tensor lse = scratch.allocate(statistics, {N, H});
-  attention_forward(stream, o, lse, q, k, v, scale_, sequence.documents, Documents::single(L));
+  attention_forward(stream, o, lse, projections.q, keys.k, keys.v, scale_, sequence.documents,
+                    Documents::single(state.length));
   linear_forward(stream, y, o.merge_columns(), o_proj_->value, Write::kOverwrite);
 }
 

@@ -15,6 +15,14 @@
 
 namespace palimpsest {
 
+// What all projections of x [N, D] become before the latent is expanded.
+struct MlaProjections {
+  Tensor proj;     // [N, P]: all projections of x; the shared key already rotated
+  Tensor q;        // [N, H, dq], rotated; columns of proj when there is no query rank
+  Tensor q_rstd;   // [N]; absent without a query rank
+  Tensor kv_rstd;  // [N]
+};
+
 class Mla : public TokenMixer {
  public:
   // Declares <prefix>self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}, with a query rank
@@ -33,6 +41,9 @@ class Mla : public TokenMixer {
   Tensor query_columns(const Tensor& proj) const;   // [N, H*dq] or [N, rq]
   Tensor latent_columns(const Tensor& proj) const;  // [N, r]
   Tensor k_pe_columns(const Tensor& proj) const;    // [N, dr]
+  // Projections in `arena`; the normalised latent goes to `latent` [N, r].
+  MlaProjections project(Context& context, Arena& arena, const Sequence& sequence, const Tensor& x,
+                         const Tensor& latent) const;
   // q [N, H, dq] from the projection: its columns, or through the query latent (then in `arena`; the statistics go to
   // rstd [N]).
   Tensor queries(Context& context, Arena& arena, const Tensor& proj, const Tensor& rstd) const;
@@ -46,7 +57,8 @@ class Mla : public TokenMixer {
     Tensor lse;            // [N, H]
   };
   void earlier_ranges_backward(Context& context, PassedRows& passed, const EarlierRangesBackward& args) const;
-  // Keys [n, H, dq] and values [n, H, dv] of passed rows [n, r + dr], in scratch memory.
+  // Keys [n, H, dq] and values [n, H, dv] of rows [n, r + dr], a normalised latent and a rotated shared key each, in
+  // scratch memory.
   struct KeysValues {
     Tensor k, v;
   };
