@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <string>
@@ -52,6 +53,8 @@ int run(int argc, char** argv, Ranks& ranks) {
   if (ranks.size() > 1)
     options.style = ranks.is_first() ? ConsoleOptions::Style::kPlain : ConsoleOptions::Style::kSilent;
   Console console(needs_standard_output(arguments) ? stderr : stdout, options);
+  // A run outlives who reads its log.
+  if (std::holds_alternative<TrainArguments>(arguments)) std::signal(SIGPIPE, SIG_IGN);
   const int status = std::visit(
       [&]<class Command>(const Command& command) {
         if constexpr (RunsOnAllRanks<Command>) {
@@ -132,5 +135,6 @@ int run_and_report(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   palimpsest::keep_standard_streams();
+  std::signal(SIGXFSZ, SIG_IGN);  // a file at the limit of its size is an error of the write, which names it
   return palimpsest::run_and_report(argc, argv);
 }

@@ -188,6 +188,16 @@ TEST_F(BadInput, ReadOnlyOrFullOutput) {
   EXPECT_EQ(list_directory(full.path()), std::vector<std::string>());
 }
 
+TEST_F(BadInput, AFileAtTheLimitOfItsSizeIsReported) {
+  const ProgramResult result = support::run_command_line(
+      {"/bin/bash", "-c", "ulimit -f 8; exec " PALIMPSEST_BINARY " train " + file_ + " > " + (root_ / "log")});
+  EXPECT_EQ(result.exit_code, 2) << result.err;
+  EXPECT_TRUE(is_one_line(result.err)) << result.err;
+  EXPECT_NE(result.err.find("File too large"), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find(checkpoint_path(config_)), std::string::npos) << result.err;
+  EXPECT_TRUE(list_checkpoints(checkpoint_path(config_)).empty());
+}
+
 TEST_F(BadInput, QuickstartKeepsTextThatLiesWhereItWouldClear) {
   // A copy: should it go on, it has nothing to build.
   create_directories(root_ / "launch");

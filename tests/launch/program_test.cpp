@@ -177,6 +177,13 @@ TEST_F(TrainCommand, OutputThatCannotBeWrittenIsAnErrorOfCommandsThatPrint) {
   EXPECT_EQ(streams.exit_code, 2);
 }
 
+TEST_F(TrainCommand, OutlivesTheReaderOfItsLog) {
+  const ProgramResult result = support::run_command_line(
+      {"/bin/bash", "-c", "set -o pipefail; " PALIMPSEST_BINARY " train " + file_ + " | true"});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_TRUE(has_manifest(checkpoint_path(config_) + "/" + checkpoint_name(10)));
+}
+
 TEST_F(TrainCommand, PrintsOneFieldAndNothingElse) {
   EXPECT_EQ(run_palimpsest({"train", file_, "--print", "train.steps"}).out, "10\n");
   EXPECT_FALSE(path_exists(config_.run.dir));
