@@ -327,14 +327,8 @@ TEST(DeltaRule, AddsToTheGradientsOfGateParametersAndOverwritesTheRest) {
     support::set_values(tensor(name), c.in.at(name));
     return tensors.at(name).tensor();
   };
-  const DeltaRuleInputs in = {.q = input("q"),
-                              .k = input("k"),
-                              .v = input("v"),
-                              .beta_logit = input("beta_logit"),
-                              .gate_logit = input("gate_logit"),
-                              .A_log = input("A_log"),
-                              .dt_bias = input("dt_bias"),
-                              .initial_state = input("initial_state")};
+  DeltaRuleInputs in = support::delta_rule_inputs(input);
+  in.initial_state = input("initial_state");
   const DeltaRuleGrads grads = {.dq = tensor("grad.q"),
                                 .dk = tensor("grad.k"),
                                 .dv = tensor("grad.v"),

@@ -78,13 +78,7 @@ TEST_P(StateRows, DeltaRuleReadsAndWritesThemAlone) {
     set_values(tensor, c.in.at(name));
     return tensor;
   };
-  DeltaRuleInputs in = {.q = input("q"),
-                        .k = input("k"),
-                        .v = input("v"),
-                        .beta_logit = input("beta_logit"),
-                        .gate_logit = input("gate_logit"),
-                        .A_log = input("A_log"),
-                        .dt_bias = input("dt_bias")};
+  DeltaRuleInputs in = support::delta_rule_inputs(input);
   const Tensor d_o = input("grad_output"), states = input("initial_state"), d_states = input("grad_final_state");
   zero_rows(states, kEntering);
   zero_rows(d_states, kLeaving);

@@ -112,15 +112,20 @@ TEST(ShardedCheckpoint, EveryLayoutLoadsEveryOthersAndReadsOnlyWhatItHolds) {
   }
 }
 
+// Memory for one snapshot of what this rank saves.
+Arena arena_for_snapshot(const ShardedModel& model) {
+  Arena planning = Arena::planning("snapshot", Device::kCpu);
+  allocate_snapshot(model.owned(), planning);
+  return {"snapshot", Device::kCpu, planning.peak()};
+}
+
 TEST(ShardedCheckpoint, BackgroundAndBlockingSavesGiveIdenticalFiles) {
   if (too_few_ranks(4)) GTEST_SKIP() << "needs 4 ranks";
   const auto mesh = mesh_of({.data = 2, .tensor = 2});
   if (!mesh) return;
   const SharedDirectory root(mesh->world());
   ShardedModel model(*mesh);
-  Arena planning = Arena::planning("snapshot", Device::kCpu);
-  allocate_snapshot(model.owned(), planning);
-  Arena arena("snapshot", Device::kCpu, planning.peak());
+  Arena arena = arena_for_snapshot(model);
   {
     CheckpointWriter blocking({root / "blocking", 3}, model.owned(), std::nullopt, mesh->world());
     CheckpointWriter background({root / "background", 3}, model.owned(), allocate_snapshot(model.owned(), arena),
@@ -153,9 +158,7 @@ TEST(ShardedCheckpoint, RanksTrainOnWhileOneStillWrites) {
   if (!mesh) return;
   const SharedDirectory root(mesh->world());
   ShardedModel model(*mesh);
-  Arena planning = Arena::planning("snapshot", Device::kCpu);
-  allocate_snapshot(model.owned(), planning);
-  Arena arena("snapshot", Device::kCpu, planning.peak());
+  Arena arena = arena_for_snapshot(model);
   CheckpointWriter writer({root / "run", 2}, model.owned(), allocate_snapshot(model.owned(), arena), mesh->world());
   if (mesh->world().rank() == 1) inject_file_delay(10);
   model.fill(1);
@@ -186,9 +189,7 @@ TEST(ShardedCheckpoint, ASaveBecomesACheckpointBeforeTheNextStepEnds) {
   if (!mesh) return;
   const SharedDirectory root(mesh->world());
   ShardedModel model(*mesh);
-  Arena planning = Arena::planning("snapshot", Device::kCpu);
-  allocate_snapshot(model.owned(), planning);
-  Arena arena("snapshot", Device::kCpu, planning.peak());
+  Arena arena = arena_for_snapshot(model);
   CheckpointWriter writer({root / "run", 2}, model.owned(), allocate_snapshot(model.owned(), arena), mesh->world());
   if (mesh->world().rank() == 1) inject_file_delay(10);
   model.fill(1);

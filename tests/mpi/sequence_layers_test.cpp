@@ -176,13 +176,7 @@ TEST_P(SequenceLayers, DeltaRuleEqualsThatOfWholeRows) {
       Context context = rows.context();
       Arena::Scope scope(context.activations);
       const Documents& documents = rows.sequence().documents;
-      DeltaRuleInputs in = {.q = input("q"),
-                            .k = input("k"),
-                            .v = input("v"),
-                            .beta_logit = input("beta_logit"),
-                            .gate_logit = input("gate_logit"),
-                            .A_log = input("A_log"),
-                            .dt_bias = input("dt_bias")};
+      DeltaRuleInputs in = support::delta_rule_inputs(input);
       const DeltaRuleShape shape = delta_rule_shape(in, documents);
       const RangeStates states = allocate_range_states(context.activations, DType::kF64, rows.sequence(), shape);
       exchange_states(context, rows.sequence(), states, in, options);

@@ -27,6 +27,18 @@ bool are_equal(Communicator& group, const std::vector<float>& values) {
   return max_over(group, bytes == broadcast_text(group, bytes) ? 0 : 1) == 0;
 }
 
+// A tiny run in rank 0's folder, the same on all ranks.
+template <class Change>
+Config config_of_rank_0(Communicator& world, const support::TempDirectory& root, Change&& change) {
+  std::string text;
+  if (world.rank() == 0) {
+    Config config = support::tiny_run_config(root, "run");
+    change(config);
+    text = to_yaml(config);
+  }
+  return parse_config(broadcast_text(world, text), "config");
+}
+
 TEST(TrainerOnRanks, ABadNumberOnOneRankSkipsTheStepOnAllAndIsNamed) {
   if (mpi_test::world().world_size() < 4) GTEST_SKIP() << "needs 4 ranks";
   const auto mesh = mpi_test::world().make_mesh({.data = 4}, mpi_test::world_watchdog());
@@ -35,14 +47,10 @@ TEST(TrainerOnRanks, ABadNumberOnOneRankSkipsTheStepOnAllAndIsNamed) {
   const bool is_bad_rank = world.rank() == 3;
 
   const support::TempDirectory root;  // rank 0's is used
-  std::string text;
-  if (world.rank() == 0) {
-    Config config = support::tiny_run_config(root, "run");
-    config.train.steps = 8;
-    config.train.eval_every = 0;
-    text = to_yaml(config);
-  }
-  const Config config = parse_config(broadcast_text(world, text), "config");
+  const Config config = config_of_rank_0(world, root, [](Config& on_rank_0) {
+    on_rank_0.train.steps = 8;
+    on_rank_0.train.eval_every = 0;
+  });
   RunSetup setup(config, *mesh);
   support::RecordedConsole console;
   Trainer trainer(setup, "test", console);
@@ -83,14 +91,10 @@ TEST(TrainerOnRanks, TooManyBadStepsStopAllRanks) {
   if (!mesh) return;
   Communicator& world = mesh->world();
   const support::TempDirectory root;
-  std::string text;
-  if (world.rank() == 0) {
-    Config config = support::tiny_run_config(root, "run");
-    config.model.mla.num_heads = 2;
-    config.train.max_skipped_steps = 2;
-    text = to_yaml(config);
-  }
-  const Config config = parse_config(broadcast_text(world, text), "config");
+  const Config config = config_of_rank_0(world, root, [](Config& on_rank_0) {
+    on_rank_0.model.mla.num_heads = 2;
+    on_rank_0.train.max_skipped_steps = 2;
+  });
   RunSetup setup(config, *mesh);
   support::RecordedConsole console;
   Trainer trainer(setup, "test", console);

@@ -97,14 +97,9 @@ class Run {
   }
 
   DeltaRuleInputs inputs() {
-    return {.q = argument("q"),
-            .k = argument("k"),
-            .v = argument("v"),
-            .beta_logit = argument("beta_logit"),
-            .gate_logit = argument("gate_logit"),
-            .A_log = argument("A_log"),
-            .dt_bias = argument("dt_bias"),
-            .initial_state = argument("initial_state")};
+    DeltaRuleInputs in = delta_rule_inputs([&](const char* name) { return argument(name); });
+    in.initial_state = argument("initial_state");
+    return in;
   }
   // What the op is given; absent when it was not made.
   Tensor argument(const std::string& name) const {

@@ -29,6 +29,18 @@ struct DeltaRuleCase {
   Shape shape_of(const std::string& name) const;
 };
 
+// The op's inputs, each tensor from input(its name in the case); `initial_state` is left to the caller.
+template <class Input>
+DeltaRuleInputs delta_rule_inputs(Input&& input) {
+  return {.q = input("q"),
+          .k = input("k"),
+          .v = input("v"),
+          .beta_logit = input("beta_logit"),
+          .gate_logit = input("gate_logit"),
+          .A_log = input("A_log"),
+          .dt_bias = input("dt_bias")};
+}
+
 enum class RowSpacing : uint8_t { kNone, kGaps };
 
 // `output`, `final_state`, and the gradient of every input X as `grad.X`. On the CPU f32 or f64, on a GPU f32 or bf16.
