@@ -35,6 +35,7 @@ struct DeltaRuleSm90 {
   int64_t first_value_head = 0;
   float beta_scale = 1.0F, l2norm_eps = 1e-6F, scale = 1.0F;
   bool l2norm_qk = true;
+  int segment = -1;  // chunks that a block of the scans goes through; 0: whole documents, -1: what suits the sizes
 
   DeltaRows<const __nv_bfloat16> q, k;        // [N, H, K]
   DeltaRows<const __nv_bfloat16> v;           // [N, HV, V]

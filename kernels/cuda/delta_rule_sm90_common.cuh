@@ -27,7 +27,30 @@ struct DeltaRuleWorkspace {
   __nv_bfloat16* dstates;               // slots HV K V: images of dS^T at each chunk's end
   __nv_bfloat16 *dq, *dk;               // [N, HV, K] of each value head, when several share a key head
   float* partials;                      // [slots, HV, W + 1] sums for ddt_bias and dA_log
+
+  // Where scans go by segments: of each, Phi of the map of its state; what it leaves; backward, of what it begins with.
+  int segment;              // chunks; 0: scans go through whole documents
+  float* maps;              // [segments, HV, K, K]
+  float *ends, *starts;     // [segments, HV, K, V]
+  __nv_bfloat16* no_value;  // [HV, K] zeros
 };
+
+// The scans go chunk after chunk, and few long documents leave most of the GPU idle. Then segments of documents go at
+// once: first from nothing, for the maps of their states, and once their first states are known, again. Forward that is
+// two scans, backward three.
+inline int segment_of(const DeltaRuleSm90& p) {
+  constexpr int64_t kProcessors = 132, kFewest = 4, kShortest = 8;
+  const int64_t scans = p.num_documents * p.HV * (p.V / 64);
+  if (p.segment >= 0 || scans == 0) return p.segment > 0 ? p.segment : 0;
+  const int64_t chunks = p.N / kChunk / p.num_documents;  // of a document, on average
+  const int64_t most = chunks / kShortest, idle = kProcessors / scans, segments = most < idle ? most : idle;
+  return segments < kFewest ? 0 : static_cast<int>((chunks + segments - 1) / segments);
+}
+
+// Segments have slots as chunks have: segment s of document d, which begins at token b, has b / tokens of one + d + s.
+__host__ __device__ inline int64_t num_segments(const DeltaRuleSm90& p, int segment) {
+  return segment == 0 ? p.num_documents : p.N / (int64_t{kChunk} * segment) + p.num_documents;
+}
 
 // Chunks have slots: chunk c of the document d that begins at token b has slot b / C + d + c. Some slots stay empty.
 __host__ __device__ inline int64_t num_slots(const DeltaRuleSm90& p) {
@@ -56,7 +79,13 @@ inline int64_t carve_workspace(const DeltaRuleSm90& p, bool backward, void* bloc
   w.states = p.states;
   if (p.m == nullptr) take(w.m, rows * kChunk);
   if (p.aqk == nullptr) take(w.aqk, rows * kChunk);
+  w.segment = segment_of(p);
+  const int64_t segments = w.segment == 0 ? 0 : num_segments(p, w.segment);
+  take(w.maps, segments * p.HV * p.K * p.K);
+  take(w.no_value, p.HV * p.K);
+  if (!backward || p.x == nullptr || p.states == nullptr) take(w.ends, segments * p.HV * p.K * p.V);
   if (!backward) return used;
+  take(w.starts, segments * p.HV * p.K * p.V);
   take(w.totals, slots * p.HV * 4 * p.K);
   take(w.norms, slots * p.HV * 2 * kChunk);
   if (p.dq.data == nullptr) return used;
@@ -111,6 +140,11 @@ __device__ inline Float* state_of(const DeltaRuleSm90& p, Float* states, const i
   if (states == nullptr) return nullptr;
   const int64_t row = rows == nullptr ? document : rows[document];
   return row < 0 ? nullptr : states + (row * p.HV + head) * p.K * p.V;
+}
+
+// A head's [K, V] of a segment.
+__device__ inline float* segment_state(const DeltaRuleSm90& p, float* states, int64_t slot, int64_t head) {
+  return states + (slot * p.HV + head) * p.K * p.V;
 }
 
 // First number of the images of a chunk and head in an array that holds `size` numbers a token and head.

@@ -41,22 +41,47 @@ struct ScanLayout {
   static constexpr int kBytes = kBarriers + 16 * kStages;
 };
 
-// The document and the piece of the work that a block has.
-struct ScanTask {
-  int64_t document, begin, head, tile, first_slot;
-  int num_chunks;
-  int64_t length;
+// What a scan is for: everything that it can give; or, from nothing at the start of a segment that is not a document's,
+// the state at its end; or the map's Phi, which is that with no values and from the identity.
+enum class ScanPass : uint8_t { kResults, kEnds, kMaps };
 
-  __device__ explicit ScanTask(const DeltaRuleSm90& p) {
-    const int64_t tiles = p.V / kValueTile, index = blockIdx.x;
+// The document, its chunks and the piece of the work that a block has.
+struct ScanTask {
+  int64_t document, begin, head, tile, slot, first_slot;  // slot: of the segment; first_slot: of the document's chunks
+  int first, num_chunks;                                  // the document's chunks from `first` on
+  int64_t length;
+  bool starts, ends;  // whether the document does here
+
+  __device__ ScanTask(const DeltaRuleSm90& p, int segment) {
+    const int64_t tiles = p.V / kValueTile, index = blockIdx.x, tokens = int64_t{kChunk} * segment;
     tile = index % tiles;
     head = index / tiles % p.HV;
-    document = index / tiles / p.HV;
+    slot = index / tiles / p.HV;
+    document = slot;
+    if (segment > 0) {
+      int64_t low = 0, high = p.num_documents - 1;
+      while (low < high) {
+        const int64_t middle = (low + high + 1) / 2;
+        if (p.offsets[middle] / tokens + middle <= slot) {
+          low = middle;
+        } else {
+          high = middle - 1;
+        }
+      }
+      document = low;
+    }
     begin = p.offsets[document];
     length = p.offsets[document + 1] - begin;
-    num_chunks = static_cast<int>((length + kChunk - 1) / kChunk);
     first_slot = begin / kChunk + document;
+    first = segment == 0 ? 0 : static_cast<int>(slot - begin / tokens - document) * segment;
+    const int left = static_cast<int>((length + kChunk - 1) / kChunk) - first;
+    num_chunks = segment == 0 || left < segment ? left : segment;
+    starts = first == 0;
+    ends = num_chunks == left;
   }
+  // Some slots stay empty.
+  __device__ bool exists() const { return starts || num_chunks > 0; }
+  __device__ int64_t first_token() const { return begin + first * int64_t{kChunk}; }
   __device__ Chunk chunk(int index) const {
     const int64_t left = length - index * int64_t{kChunk};
     Chunk chunk;
@@ -137,11 +162,12 @@ __device__ inline void load_scan(const DeltaRuleSm90& p, const DeltaRuleWorkspac
     const int stage = i % kStages;
     if (i >= kStages)
       barrier_wait(base + Layout::kBarriers + 8 * (kStages + stage), static_cast<uint32_t>(i / kStages + 1) % 2);
+    const Chunk chunk = task.chunk(task.first + (forward ? i : task.num_chunks - 1 - i));
     if (forward && i >= kStages && i + 1 == task.num_chunks) {  // a short chunk comes last; backward it comes first
-      clear_tiles<K>(base + stage * Layout::kStageBytes, task.chunk(i).n, lane);
+      clear_tiles<K>(base + stage * Layout::kStageBytes, chunk.n, lane);
     }
-    load_scan_chunk<K>(p, w, task, task.chunk(forward ? i : task.num_chunks - 1 - i), rows,
-                       base + stage * Layout::kStageBytes, base + Layout::kBarriers + 8 * stage, lane);
+    load_scan_chunk<K>(p, w, task, chunk, rows, base + stage * Layout::kStageBytes,
+                       base + Layout::kBarriers + 8 * stage, lane);
   }
 }
 
@@ -240,6 +266,14 @@ __device__ inline void load_state(const float* state, int64_t V, int value, int 
   }
 }
 template <int K>
+__device__ inline void identity_state(int value, int t, float (&s)[K / 8][4]) {
+#pragma unroll
+  for (int j = 0; j < K / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[j][i] = 8 * j + 2 * t + i % 2 == value + i / 2 * 8 ? 1.0F : 0.0F;
+  }
+}
+template <int K>
 __device__ inline void store_state(float* state, int64_t V, int value, int t, const float (&s)[K / 8][4]) {
   if (state == nullptr) return;
 #pragma unroll
@@ -269,14 +303,26 @@ __device__ inline void load_rows_transposed(uint32_t (&packed)[4][4], uint32_t r
 
 template <int K>
 __global__ void __launch_bounds__(kScanThreads, 1)
-    delta_rule_fwd_scan_kernel(const DeltaRuleSm90 p, const DeltaRuleWorkspace w) {
+    delta_rule_fwd_scan_kernel(const DeltaRuleSm90 p, const DeltaRuleWorkspace w, ScanPass pass) {
   using Layout = ScanLayout<K>;
   constexpr int kSteps = K / 16;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
   const uint32_t base = dynamic_shared();
-  const ScanTask task(p);
-  float* const final_state = state_of(p, p.final_state, p.leaving, task.document, task.head);
-  if (p.o.data == nullptr && w.x == nullptr && final_state == nullptr) return;  // nobody asks for anything of it
+  const ScanTask task(p, w.segment);
+  if (!task.exists()) return;
+  const float* entry = nullptr;
+  float* exit = nullptr;
+  if (task.starts && pass != ScanPass::kMaps) {
+    entry = state_of(p, p.initial_state, p.entering, task.document, task.head);
+  } else if (pass == ScanPass::kResults) {
+    entry = segment_state(p, w.ends, task.slot - 1, task.head);
+  }
+  if (pass != ScanPass::kResults) {
+    exit = segment_state(p, pass == ScanPass::kMaps ? w.maps : w.ends, task.slot, task.head);
+  } else if (task.ends) {
+    exit = state_of(p, p.final_state, p.leaving, task.document, task.head);
+  }
+  if (p.o.data == nullptr && w.x == nullptr && exit == nullptr) return;  // nobody asks for anything of it
   start_scan<K>(base);
   if (warp == 4) {
     load_scan<K>(p, w, task, p.v, true, base, lane);
@@ -285,22 +331,27 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   const int value = static_cast<int>(task.tile) * kValueTile + 16 * warp + lane / 4;
   const uint32_t out = base + Layout::kOut + warp * kChunk * kOutPitch;
   float s[K / 8][4];
-  load_state<K>(state_of(p, p.initial_state, p.entering, task.document, task.head), p.V, value, t, s);
+  if (pass == ScanPass::kMaps) {
+    identity_state<K>(value, t, s);
+  } else {
+    load_state<K>(entry, p.V, value, t, s);
+  }
   uint32_t a[kSteps][4], o_packed[4][4];
   pack_operand<kSteps>(s, a);
   const int64_t column = task.head * p.V + task.tile * kValueTile + 16 * warp;
-  LaneRows o_rows(p.o.data, p.o.stride, task.begin, column, lane);
-  LaneRows x_rows(w.x, p.HV * p.V, task.begin, column, lane);
+  LaneRows o_rows(p.o.data, p.o.stride, task.first_token(), column, lane);
+  LaneRows x_rows(w.x, p.HV * p.V, task.first_token(), column, lane);
   // Images of the states at the starts of the second, third .. chunk.
   const int64_t state_stride = p.HV * p.V * K / 8;  // uint4
+  const int64_t first_state = task.begin / kChunk + (task.starts ? 0 : task.first - 1);
   uint4* states = w.states == nullptr ? nullptr
-                                      : reinterpret_cast<uint4*>(w.states) + task.begin / kChunk * state_stride +
+                                      : reinterpret_cast<uint4*>(w.states) + first_state * state_stride +
                                             (task.head * p.V + task.tile * kValueTile) * K / 8 + warp * 128 + lane;
-  for (int index = 0; index < task.num_chunks; ++index) {
-    const Chunk chunk = task.chunk(index);
-    const uint32_t stage = base + index % kStages * Layout::kStageBytes;
-    const uint32_t barrier = base + Layout::kBarriers + 8 * (index % kStages);
-    barrier_wait(barrier, static_cast<uint32_t>(index / kStages) % 2);
+  for (int i = 0; i < task.num_chunks; ++i) {
+    const Chunk chunk = task.chunk(task.first + i);
+    const uint32_t stage = base + i % kStages * Layout::kStageBytes;
+    const uint32_t barrier = base + Layout::kBarriers + 8 * (i % kStages);
+    barrier_wait(barrier, static_cast<uint32_t>(i / kStages) % 2);
     float r[8][4], o[8][4];
     warpgroup_fence();
     multiply_transposed<false, kSteps>(r, a, stage + Layout::kKb);
@@ -310,11 +361,11 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     // While they run: what is left to store of the last chunk.
     uint32_t v[4][4];
     load_rows_transposed(v, stage + Layout::kRows, warp, lane);
-    if (index > 0 && states != nullptr) {
+    if (chunk.index > 0 && states != nullptr) {
       store_state_image<K>(a, base + Layout::kState, warp, lane, states);
       states += state_stride;
     }
-    if (index > 0 && o_rows.data != nullptr) {
+    if (i > 0 && o_rows.data != nullptr) {
       store_rows(o_packed, out, lane, kChunk, o_rows);
       o_rows.move(1);
     }
@@ -356,20 +407,32 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     pack_operand<4>(o, o_packed);
   }
   if (task.num_chunks > 0 && o_rows.data != nullptr)
-    store_rows(o_packed, out, lane, task.chunk(task.num_chunks - 1).n, o_rows);
-  store_state<K>(final_state, p.V, value, t, s);
+    store_rows(o_packed, out, lane, task.chunk(task.first + task.num_chunks - 1).n, o_rows);
+  store_state<K>(exit, p.V, value, t, s);
 }
 
 template <int K>
 __global__ void __launch_bounds__(kScanThreads, 1)
-    delta_rule_bwd_scan_kernel(const DeltaRuleSm90 p, const DeltaRuleWorkspace w) {
+    delta_rule_bwd_scan_kernel(const DeltaRuleSm90 p, const DeltaRuleWorkspace w, ScanPass pass) {
   using Layout = ScanLayout<K>;
   constexpr int kSteps = K / 16;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
   const uint32_t base = dynamic_shared();
-  const ScanTask task(p);
-  float* const d_initial_state = state_of(p, p.d_initial_state, p.entering, task.document, task.head);
-  if (p.dv.data == nullptr && d_initial_state == nullptr) return;  // nobody asks for anything of it
+  const ScanTask task(p, w.segment);
+  if (!task.exists()) return;
+  const float* exit = nullptr;
+  float* entry = nullptr;
+  if (task.ends) {
+    exit = state_of(p, p.d_final_state, p.leaving, task.document, task.head);
+  } else if (pass == ScanPass::kResults) {
+    exit = segment_state(p, w.starts, task.slot + 1, task.head);
+  }
+  if (pass != ScanPass::kResults) {
+    entry = segment_state(p, w.starts, task.slot, task.head);
+  } else if (task.starts) {
+    entry = state_of(p, p.d_initial_state, p.entering, task.document, task.head);
+  }
+  if (p.dv.data == nullptr && entry == nullptr) return;  // nobody asks for anything of it
   start_scan<K>(base);
   if (warp == 4) {
     load_scan<K>(p, w, task, p.d_o, false, base, lane);
@@ -378,19 +441,19 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   const int value = static_cast<int>(task.tile) * kValueTile + 16 * warp + lane / 4;
   const uint32_t out = base + Layout::kOut + warp * kChunk * kOutPitch;
   float ds[K / 8][4];
-  load_state<K>(state_of(p, p.d_final_state, p.leaving, task.document, task.head), p.V, value, t, ds);
-  LaneRows dv_rows(p.dv.data, p.dv.stride, task.begin, task.head * p.V + task.tile * kValueTile + 16 * warp, lane);
+  load_state<K>(exit, p.V, value, t, ds);
+  LaneRows dv_rows(p.dv.data, p.dv.stride, task.first_token(), task.head * p.V + task.tile * kValueTile + 16 * warp,
+                   lane);
   dv_rows.move(task.num_chunks - 1);
   // Images of dS at the ends of the chunks, unless d_initial_state alone is wanted.
   const int64_t state_stride = p.HV * p.V * K / 8;  // uint4
-  uint4* states = w.dstates == nullptr
-                      ? nullptr
-                      : reinterpret_cast<uint4*>(w.dstates) + (task.first_slot + task.num_chunks - 1) * state_stride +
-                            (task.head * p.V + task.tile * kValueTile) * K / 8 + warp * 128 + lane;
+  uint4* states = w.dstates == nullptr ? nullptr
+                                       : reinterpret_cast<uint4*>(w.dstates) +
+                                             (task.first_slot + task.first + task.num_chunks - 1) * state_stride +
+                                             (task.head * p.V + task.tile * kValueTile) * K / 8 + warp * 128 + lane;
   uint32_t a[kSteps][4];
   for (int i = 0; i < task.num_chunks; ++i) {
-    const int index = task.num_chunks - 1 - i;
-    const Chunk chunk = task.chunk(index);
+    const Chunk chunk = task.chunk(task.first + task.num_chunks - 1 - i);
     const uint32_t stage = base + i % kStages * Layout::kStageBytes;
     const uint32_t barrier = base + Layout::kBarriers + 8 * (i % kStages);
     uint32_t d_o[4][4];
@@ -407,7 +470,8 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     multiply<1, 4>(ds, d_o, stage + Layout::kQb);
     warpgroup_commit();
     if (states != nullptr) {
-      if (i > 0 || p.d_final_state != nullptr) store_state_image<K>(a, base + Layout::kState, warp, lane, states);
+      if (i > 0 || !task.ends || p.d_final_state != nullptr)
+        store_state_image<K>(a, base + Layout::kState, warp, lane, states);
       states -= state_stride;
     }
     warpgroup_wait<1>();
@@ -440,7 +504,61 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     pin(ds);
     barrier_arrive(barrier + 8 * kStages);
   }
-  store_state<K>(d_initial_state, p.V, value, t, ds);
+  store_state<K>(entry, p.V, value, t, ds);
+}
+
+// From the maps of segments the states between them, one after the other: forward S <- Phi S + b into `ends`, backward
+// dS
+// <- Phi^T dS + c into `starts`. A block has a document, a head and kFoldColumns value columns; thread (row, group)
+// some of them of one channel. Where the states alone are wanted they go out from here.
+constexpr int kFoldThreads = 256;
+constexpr int kFoldColumns = 16;
+
+template <int K>
+__global__ void __launch_bounds__(kFoldThreads)
+    delta_rule_fold_kernel(const DeltaRuleSm90 p, const DeltaRuleWorkspace w, bool forward) {
+  constexpr int kOwn = kFoldColumns * K / kFoldThreads;
+  const int thread = static_cast<int>(threadIdx.x), row = thread % K, first = thread / K * kOwn;
+  const int64_t strips = p.V / kFoldColumns, column = blockIdx.x % strips * kFoldColumns + first;
+  const int64_t head = blockIdx.x / strips % p.HV, document = blockIdx.x / strips / p.HV;
+  const int64_t tokens = int64_t{kChunk} * w.segment, begin = p.offsets[document];
+  const int64_t length = p.offsets[document + 1] - begin, slot = begin / tokens + document;
+  const int num = length > tokens ? static_cast<int>((length + tokens - 1) / tokens) : 1;
+  const bool alone = forward ? p.o.data == nullptr && w.x == nullptr : p.dq.data == nullptr;
+  const int num_wanted = alone ? num : num - 1;
+  float* state = shared_pointer<float>(dynamic_shared());  // [K, kFoldColumns]
+  float own[kOwn] = {};
+  for (int i = 0; i < num_wanted; ++i) {
+    const int64_t at = slot + (forward ? i : num - 1 - i);
+    float* between = segment_state(p, forward ? w.ends : w.starts, at, head) + row * p.V + column;
+    const float* map = w.maps + (at * p.HV + head) * K * K;
+    float sum[kOwn];
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c) sum[c] = between[c];
+    if (i > 0) {
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) state[row * kFoldColumns + first + c] = own[c];
+      sync_block();
+#pragma unroll 4
+      for (int j = 0; j < K; ++j) {
+        const float factor = forward ? map[row * K + j] : map[j * K + row];
+#pragma unroll
+        for (int c = 0; c < kOwn; ++c) sum[c] += factor * state[j * kFoldColumns + first + c];
+      }
+      sync_block();
+    }
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c) {
+      between[c] = sum[c];
+      own[c] = sum[c];
+    }
+  }
+  if (!alone) return;
+  float* out = forward ? state_of(p, p.final_state, p.leaving, document, head)
+                       : state_of(p, p.d_initial_state, p.entering, document, head);
+  if (out == nullptr) return;
+#pragma unroll
+  for (int c = 0; c < kOwn; ++c) out[row * p.V + column + c] = own[c];
 }
 
 }  // namespace palimpsest::cuda::sm90

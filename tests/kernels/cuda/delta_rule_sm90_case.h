@@ -34,6 +34,7 @@ struct DeltaRuleCase {
   int64_t spacing = 0;                 // elements between the rows of a token
   // Rows of the states that documents begin with and leave, -1: none. Empty: their own numbers.
   std::vector<int64_t> entering = {}, leaving = {};
+  int segment = -1;  // chunks that a scan goes through
 
   int64_t N() const {
     int64_t sum = 0;

@@ -37,6 +37,7 @@ class DeviceCase {
     op_.beta_scale = c.beta_scale;
     op_.scale = 1.0F / std::sqrt(static_cast<float>(c.K));
     op_.l2norm_qk = c.l2norm;
+    op_.segment = c.segment;
     op_.q = rows_in(host.q);
     op_.k = rows_in(host.k);
     op_.v = rows_in(host.v);
@@ -175,6 +176,14 @@ inline std::vector<NamedError> compare(const DeltaRuleResults& got, const DeltaR
   return errors;
 }
 
+// Of a call for the states alone.
+inline std::vector<NamedError> compare_states(const DeltaRuleResults& got, const DeltaRuleResults& want) {
+  DeltaRuleResults states;
+  states.final_state = got.final_state;
+  states.d_initial_state = got.d_initial_state;
+  return compare(states, want, false, true);
+}
+
 inline std::vector<DeltaRuleCase> check_cases() {
   std::vector<DeltaRuleCase> cases;
   const auto add = [&](DeltaRuleCase c) { cases.push_back(std::move(c)); };
@@ -192,6 +201,19 @@ inline std::vector<DeltaRuleCase> check_cases() {
          .states = true,
          .entering = {-1, 3, -1, -1, 0},
          .leaving = {2, -1, -1, -1, 0}});
+  for (const int segment : {1, 3})
+    for (const bool vector_decay : {true, false})
+      add({.name = "segments",
+           .lengths = {3, 700, 0, 64, 130},
+           .H = 1,
+           .HV = 2,
+           .vector_decay = vector_decay,
+           .gate = DeltaGateKind::kSoftplus,
+           .A_log = -4.0F,
+           .states = true,
+           .entering = {-1, 3, -1, -1, 0},
+           .leaving = {2, 1, -1, -1, 0},
+           .segment = segment});
   add({.name = "grouped heads", .lengths = {100, 71}, .H = 2, .HV = 6, .V = 64});
   add({.name = "gates at the bound and 0", .lengths = {200}, .H = 2, .HV = 2, .states = true, .mixed_gate = true});
   add({.name = "softplus, A = 16",
