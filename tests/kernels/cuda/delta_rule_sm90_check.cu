@@ -127,6 +127,7 @@ struct BenchShape {
 constexpr BenchShape kShapes[] = {{"KDA (1,8192,64,128)", 1, 8192, 64, 64, true, 1.74, 8.22},
                                   {"KDA (4,4096,16,128)", 4, 4096, 16, 16, true, 1.21, 5.13},
                                   {"KDA (1,32768,16,128)", 1, 32768, 16, 16, true, 2.44, 10.43},
+                                  {"KDA (1,65536,8,128)", 1, 65536, 8, 8, true, 0.0, 0.0},
                                   {"GDN (1,8192,16/64,128)", 1, 8192, 16, 64, false, 0.81, 0.0}};
 
 // Inputs that cost the host little: a table of normal numbers, each tensor from its own place in it.
