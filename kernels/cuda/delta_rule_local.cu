@@ -179,21 +179,26 @@ __global__ void __launch_bounds__(kDeltaThreads, 2)
   }
   __syncthreads();
   Unit dq, dk;
-  if (owns_unit) {
+  // Calls body(row, column, pair, e, use) for the elements of this warp's unit: in `use` the factor of the row, to
+  // become what the element adds to dg.
+  const auto for_each_use = [&](auto body) {
+    if (!owns_unit) return;
 #pragma unroll
     for (int pair = 0; pair < Unit::kPairs; ++pair)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int row = unit_row + Unit::row(pair), column = unit_column + Unit::column(pair) + e;
-        float& use = s.use[row * kSlice + column];
-        const float q = keys.q_at(row, column), k = keys.k_at(row, column);
-        const float diagonal = to_f32(s.da[row * kRow + row]);
-        const float q_entry = p.scale * dq_entry.value[pair][e] * use, k_entry = -dk_entry.value[pair][e] * use;
-        dq.value[pair][e] = q_entry + diagonal * k;
-        dk.value[pair][e] = k_entry + diagonal * q;
-        use = q * q_entry + k * k_entry;
+        body(row, column, pair, e, s.use[row * kSlice + column]);
       }
-  }
+  };
+  for_each_use([&](int row, int column, int pair, int e, float& use) {
+    const float q = keys.q_at(row, column), k = keys.k_at(row, column);
+    const float diagonal = to_f32(s.da[row * kRow + row]);
+    const float q_entry = p.scale * dq_entry.value[pair][e] * use, k_entry = -dk_entry.value[pair][e] * use;
+    dq.value[pair][e] = q_entry + diagonal * k;
+    dk.value[pair][e] = k_entry + diagonal * q;
+    use = q * q_entry + k * k_entry;
+  });
   __syncthreads();
   if (runs) add_uses_from(s.use, run, rows, dg);
   __syncthreads();
@@ -203,18 +208,11 @@ __global__ void __launch_bounds__(kDeltaThreads, 2)
     write_factors(sums);
   }
   __syncthreads();
-  if (owns_unit) {
-#pragma unroll
-    for (int pair = 0; pair < Unit::kPairs; ++pair)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = unit_row + Unit::row(pair), column = unit_column + Unit::column(pair) + e;
-        float& use = s.use[row * kSlice + column];
-        const float k_exit = dk_exit.value[pair][e] * use;
-        dk.value[pair][e] += k_exit;
-        use = keys.k_at(row, column) * k_exit;
-      }
-  }
+  for_each_use([&](int row, int column, int pair, int e, float& use) {
+    const float k_exit = dk_exit.value[pair][e] * use;
+    dk.value[pair][e] += k_exit;
+    use = keys.k_at(row, column) * k_exit;
+  });
   __syncthreads();
   if (runs) add_uses_before(s.use, run, 0, dg);
 
@@ -271,24 +269,19 @@ __global__ void __launch_bounds__(kDeltaThreads, 2)
                                                      k_column + second * kRow, kRow, h);
         }
       }
-#pragma unroll
-      for (int pair = 0; pair < Unit::kPairs; ++pair)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int row = unit_row + Unit::row(pair), column = unit_column + Unit::column(pair) + e;
-          float& use = s.use[row * kSlice + column];
-          const float factor = use;
-          // the operands as they were multiplied
-          const float q = to_f32(s.q_level[row * kRow + column]), k = to_f32(s.k_level[row * kRow + column]);
-          if ((row & h) != 0) {
-            dq.value[pair][e] += factor * by_a.value[pair][e];
-            dk.value[pair][e] += factor * by_p.value[pair][e];
-            use = q * by_a.value[pair][e] + k * by_p.value[pair][e];
-          } else {
-            dk.value[pair][e] += factor * as_key.value[pair][e];
-            use = k * as_key.value[pair][e];
-          }
+      for_each_use([&](int row, int column, int pair, int e, float& use) {
+        const float factor = use;
+        // the operands as they were multiplied
+        const float q = to_f32(s.q_level[row * kRow + column]), k = to_f32(s.k_level[row * kRow + column]);
+        if ((row & h) != 0) {
+          dq.value[pair][e] += factor * by_a.value[pair][e];
+          dk.value[pair][e] += factor * by_p.value[pair][e];
+          use = q * by_a.value[pair][e] + k * by_p.value[pair][e];
+        } else {
+          dk.value[pair][e] += factor * as_key.value[pair][e];
+          use = k * as_key.value[pair][e];
         }
+      });
     }
     __syncthreads();
     if (runs) add_level_uses(s.use, run, h, dg);
