@@ -21,6 +21,7 @@
 #include "kernels/swiglu.h"
 #include "model/head.h"
 #include "model/rope.h"
+#include "trainer/bench_experts.h"
 
 namespace palimpsest {
 
@@ -371,6 +372,7 @@ std::vector<BenchOp> bench_ops(const Config& config) {
   add_norms(ops, s);
   add_swiglu(ops, s);
   add_vocabulary(ops, s);
+  add_expert_ops(ops, config);
   add_optimizer(ops, s);
   return ops;
 }
