@@ -515,12 +515,9 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
           [&](int token) { return k_norm[token]; });
       sync_block();
       if (lane == 0) along[warp] = dA_log;
-      store_tile_rows<K>(base + Layout::kQ, n,
-                         [&](int row) { return group_row(p, p.dq, w.dq, chunk.first + row, head); });
-      store_tile_rows<K>(base + Layout::kK, n,
-                         [&](int row) { return group_row(p, p.dk, w.dk, chunk.first + row, head); });
-      store_tile_rows<K>(base + Layout::kG, n,
-                         [&](int row) { return row_of(p.dgate_logit, chunk.first + row, head, K); });
+      store_key_gradients<K>(p, w, item, base + Layout::kQ, base + Layout::kK, [&](const auto& copy, int64_t token) {
+        copy(row_of(p.dgate_logit, token, head, K), base + Layout::kG);
+      });
       sync_block();
       float* partials = w.partials + (item.slot * p.HV + head) * (K + 1);
       for (int c = thread; c < K; c += kLocalThreads)

@@ -313,10 +313,7 @@ __global__ void __launch_bounds__(kLocalThreads, 1)
         p, tile_sums, key_norms, base + Layout::kQ, base + Layout::kK, [=](int) { return inverse_scale; },
         [](int) { return 1.0F; });
     sync_block();
-    store_tile_rows<K>(base + Layout::kQ, n,
-                       [&](int row) { return group_row(p, p.dq, w.dq, chunk.first + row, head); });
-    store_tile_rows<K>(base + Layout::kK, n,
-                       [&](int row) { return group_row(p, p.dk, w.dk, chunk.first + row, head); });
+    store_key_gradients<K>(p, w, item, base + Layout::kQ, base + Layout::kK, [](const auto&, int64_t) {});
     if (trains_gate && thread == 0) {
       float* partials = w.partials + item.index * 2;
       partials[0] = sum_of_warps(warps + 8);

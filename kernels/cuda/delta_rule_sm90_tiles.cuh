@@ -264,13 +264,22 @@ __device__ inline __nv_bfloat16* group_row(const DeltaRuleSm90& p, const DeltaRo
   return p.HV > p.H ? of_heads + (token * p.HV + head) * p.K : row_of(rows, token, head, p.K);
 }
 
-// Rows of a tile in shared memory to where(row) each.
-template <int K, class Where>
-__device__ inline void store_tile_rows(uint32_t tile, int n, Where where) {
+// The gradients of q and k of an item from their tiles to their places; more(copy, token) may copy(to, tile) from
+// others.
+template <int K, class More>
+__device__ __forceinline__ void store_key_gradients(const DeltaRuleSm90& p, const DeltaRuleWorkspace& w,
+                                                    const LocalItem& item, uint32_t q_tile, uint32_t k_tile,
+                                                    More more) {
   constexpr int kPitch = 2 * K + 16;
-  for (int i = static_cast<int>(threadIdx.x); i < n * (K / 8); i += kLocalThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < item.chunk.n * (K / 8); i += kLocalThreads) {
     const int row = i / (K / 8), piece = i % (K / 8);
-    *reinterpret_cast<uint4*>(where(row) + 8 * piece) = *shared_pointer<const uint4>(tile + row * kPitch + 16 * piece);
+    const int64_t token = item.chunk.first + row;
+    const auto copy = [&](__nv_bfloat16* to, uint32_t tile) {
+      *reinterpret_cast<uint4*>(to + 8 * piece) = *shared_pointer<const uint4>(tile + row * kPitch + 16 * piece);
+    };
+    copy(group_row(p, p.dq, w.dq, token, item.head), q_tile);
+    copy(group_row(p, p.dk, w.dk, token, item.head), k_tile);
+    more(copy, token);
   }
 }
 
