@@ -18,6 +18,15 @@ Tensor gather_slots(Context& context, const Sequence& sequence, const Tensor& ow
   return all;
 }
 
+// Whether a document goes on that began in an earlier range. A map is only applied to what enters the range: where the
+// document begins there, b says all.
+bool needs_matrices(const Crossings& crossings) {
+  return std::any_of(crossings.leaving.begin(), crossings.leaving.end(), [&](const Crossing& leaving) {
+    return std::any_of(crossings.entering.begin(), crossings.entering.end(),
+                       [&](const Crossing& entering) { return entering.document == leaving.document; });
+  });
+}
+
 // The maps of the ranges of documents that go on: the final states of the delta rule with K value columns more.
 void compute_maps(Context& context, const Sequence& sequence, Tensor maps, const DeltaRuleInputs& in,
                   const DeltaRuleOptions& options) {
@@ -25,20 +34,29 @@ void compute_maps(Context& context, const Sequence& sequence, Tensor maps, const
   Arena& scratch = stream.scratch();
   Arena::Scope scope(scratch);
   const int64_t N = in.q.dim(0), HV = in.v.dim(1), V = in.v.dim(2), K = in.q.dim(2);
-  DeltaRuleInputs wide = in;
-  wide.v = scratch.allocate(in.v.dtype(), {N, HV, V + K});
-  wide.initial_state = scratch.allocate(maps.dtype(), maps.shape());
-  fill_zero(stream, wide.v);
-  for (int64_t head = 0; head < HV; ++head)
-    copy(stream, wide.v.merge_columns().columns(head * (V + K), V), in.v.merge_columns().columns(head * V, V));
-  affine_identity(stream, wide.initial_state);
   std::vector<int64_t> leaving;
   for (int64_t i = 0; i < sequence.documents.count(); ++i) leaving.push_back(sequence.documents.leaving(i));
+  const Documents documents = sequence.documents.with_states(sequence.documents.num_states(), leaving, leaving);
   DeltaRuleOptions keep_nothing = options;
   keep_nothing.save_level = SaveLevel::kNothing;
   fill_zero(stream, maps);
-  delta_rule_forward(stream, {.final_state = maps}, {}, wide, keep_nothing,
-                     sequence.documents.with_states(sequence.documents.num_states(), leaving, leaving));
+  DeltaRuleInputs inputs = in;
+  if (!needs_matrices(sequence.crossings)) {
+    inputs.initial_state = {};
+    const Tensor b = scratch.allocate(maps.dtype(), {maps.dim(0), HV, K, V});
+    fill_zero(stream, b);
+    delta_rule_forward(stream, {.final_state = b}, {}, inputs, keep_nothing, documents);
+    const int64_t rows = maps.numel() / (V + K);
+    copy(stream, maps.view({rows, V + K}).columns(0, V), b.view({rows, V}));
+    return;
+  }
+  inputs.v = scratch.allocate(in.v.dtype(), {N, HV, V + K});
+  inputs.initial_state = scratch.allocate(maps.dtype(), maps.shape());
+  fill_zero(stream, inputs.v);
+  for (int64_t head = 0; head < HV; ++head)
+    copy(stream, inputs.v.merge_columns().columns(head * (V + K), V), in.v.merge_columns().columns(head * V, V));
+  affine_identity(stream, inputs.initial_state);
+  delta_rule_forward(stream, {.final_state = maps}, {}, inputs, keep_nothing, documents);
 }
 
 // The rows of `own` [R, W-1, C] and of the other ranks that are the halo of one entering document: calls visit(row,
