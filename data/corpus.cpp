@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <system_error>
 #include <utility>
 
 #include "data/file_ops.h"
@@ -34,14 +35,22 @@ bool is_blank(std::string_view line) {
   return std::all_of(line.begin(), line.end(), [](char c) { return c == ' ' || (c >= '\t' && c <= '\r'); });
 }
 
-void add_folder(const std::string& folder, std::vector<std::string>& files) {
+// `above`: the folders that this one lies in, without links.
+void add_folder(const std::string& folder, std::vector<std::filesystem::path>& above, std::vector<std::string>& files) {
+  std::error_code error;
+  const std::filesystem::path real = std::filesystem::canonical(folder, error);
+  if (error) throw_user_error("cannot look at ", folder, ": ", error.message());
+  if (std::find(above.begin(), above.end(), real) != above.end())
+    throw_user_error(folder, ": a link back to ", real.string(), ", in which it lies; remove it, or name the files");
+  above.push_back(real);
   for (const std::string& name : list_directory(folder)) {
     const std::string path = (std::filesystem::path(folder) / name).string();
     if (is_directory(path))
-      add_folder(path, files);
+      add_folder(path, above, files);
     else if (is_text(name) || is_json_lines(name))
       files.push_back(path);
   }
+  above.pop_back();
 }
 
 }  // namespace
@@ -53,7 +62,8 @@ std::vector<std::string> corpus_files(const std::vector<std::string>& inputs) {
     if (!path_exists(input)) throw_user_error(input, ": no such file or folder");
     if (is_directory(input)) {
       const size_t before = files.size();
-      add_folder(input, files);
+      std::vector<std::filesystem::path> above;
+      add_folder(input, above, files);
       if (files.size() == before) throw_user_error(input, ": the folder holds no .txt or .jsonl file, plain or .gz");
     } else if (is_text(input) || is_json_lines(input)) {
       files.push_back(input);

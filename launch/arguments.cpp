@@ -19,7 +19,7 @@ constexpr const char* kExitCodes =
     "Exit codes: 0 done, or stopped as asked after saving; 1 a fault of the program; 2 an error in arguments, config,\n"
     "data or files, in one line; 3 another rank failed or a deadline passed; 4 training met too many non-finite steps.";
 
-constexpr int64_t kMostNewTokens = int64_t{1} << 30;
+constexpr int64_t kMostNewTokens = int64_t{1} << 24;
 constexpr int64_t kMostRanks = int64_t{1} << 20;
 
 constexpr const char* kConfigHelp =

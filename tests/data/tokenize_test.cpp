@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <filesystem>
 #include <thread>
 
 #include "data/dataset.h"
@@ -288,6 +289,19 @@ TEST(Tokenize, BadInputsAreUserErrorsAndWriteNothing) {
   EXPECT_NE(error_with({.corpus = {.inputs = {folder / "a.txt"}}, .output = folder.path()}).find("not an empty folder"),
             std::string::npos);
   EXPECT_FALSE(path_exists(folder / "out"));
+}
+
+TEST(Tokenize, FoldersMayBeLinksButNotInACircle) {
+  const TempDirectory folder;
+  create_directories(folder / "a/b");
+  write_file(folder / "a/b/text.txt", "text");
+  std::filesystem::create_directory_symlink(folder / "a/b", folder / "a/same");
+  EXPECT_EQ(corpus_files({folder / "a"}),
+            (std::vector<std::string>{folder / "a/b/text.txt", folder / "a/same/text.txt"}));
+  // Two circles: the paths through them double with each level.
+  for (const char* name : {"a/b/up", "a/b/up2"}) std::filesystem::create_directory_symlink(folder / "a", folder / name);
+  const std::string message = user_error_of([&] { corpus_files({folder / "a"}); });
+  EXPECT_TRUE(message.starts_with((folder / "a/b/up") + ": a link back to ")) << message;
 }
 
 TEST(Tokenize, FullAndReadOnlyOutputFoldersAreReported) {

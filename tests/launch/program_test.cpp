@@ -85,7 +85,7 @@ TEST(Program, NumbersOutOfRangeAndEmptyNamesAreRefused) {
     const char* message;
   };
   for (const Bad& bad : std::vector<Bad>{
-           {generate, "--max-tokens", "-1", "'-1' must be a whole number, at least 0 and at most 1073741824 ("},
+           {generate, "--max-tokens", "-1", "'-1' must be a whole number, at least 0 and at most 16777216 ("},
            {generate, "--max-tokens", "9999999999999", "must be a whole number"},
            {generate, "--max-tokens", "1e3", "'1e3' must be a whole number"},
            {generate, "--seed", "-1", "'-1' must be a whole number, at least 0 ("},
