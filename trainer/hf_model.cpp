@@ -156,16 +156,24 @@ void read_rope_scaling(Fields& rope, RopeScalingConfig& scaling, int64_t max_pos
   }
 }
 
+std::optional<double> read_partial_factor(Fields& fields, std::optional<double> otherwise) {
+  constexpr const char* kKey = "partial_rotary_factor";
+  if (!fields.has(kKey)) return otherwise;
+  const double factor = fields.number(kKey);
+  fields.require(factor > 0 && factor <= 1, kKey, "must be above 0 and at most 1");
+  return factor;
+}
+
 HfRope read_rope(Fields& fields) {
   HfRope result;
   const int64_t max_positions = fields.integer("max_position_embeddings", 0);
   result.theta = fields.number("rope_theta", 10000.0);
-  if (fields.has("partial_rotary_factor")) result.partial_factor = fields.number("partial_rotary_factor");
+  result.partial_factor = read_partial_factor(fields, std::nullopt);
   for (const char* key : {"rope_parameters", "rope_scaling"}) {
     if (!fields.has(key)) continue;
     Fields rope = fields.section(key);
     result.theta = rope.number("rope_theta", result.theta);
-    if (rope.has("partial_rotary_factor")) result.partial_factor = rope.number("partial_rotary_factor");
+    result.partial_factor = read_partial_factor(rope, result.partial_factor);
     read_rope_scaling(rope, result.scaling, max_positions);
     rope.refuse_unknown_mathematics();
   }

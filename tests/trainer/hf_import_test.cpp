@@ -95,11 +95,15 @@ TEST(HfConfig, WhatCannotBeComputedIsRefusedByFile) {
       {"kimi_linear_dense", "linear_conv_kernel_dim", 6, "linear_conv_kernel_dim = 6: must be from 1 to 4"},
       {"kimi_linear_dense", "linear_head_dim", 512, "model.kda.head_dim is 512, must be at most 256"},
       {"llama_gqa", "quantization_config", {{"quant_method", "fp8"}}, "quantization_config = "},
+      {"qwen3_next_dense",
+       "rope_parameters",
+       {{"partial_rotary_factor", 1e300}},
+       "rope_parameters.partial_rotary_factor = 1e+300: must be above 0"},
       {"llama_gqa", "partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5: must be 1"},
       {"llama_gqa", "attention_bias", true, "attention_bias = true: biases are not supported"},
       {"mla_rope_dense", "num_key_value_heads", 1, "num_key_value_heads = 1: must equal num_attention_heads"}};
   for (const auto& [model, key, value, expected] : kCases) {
-    const std::string text = changed_config(model, [&](auto& json) { json[key] = value; });
+    const std::string text = changed_config(model, [&, key = key, value = value](auto& json) { json[key] = value; });
     const std::string error = error_of([&] { read_hf_config(text, "config.json"); });
     EXPECT_TRUE(error.starts_with(std::string("config.json: ") + expected)) << error;
   }
