@@ -2,11 +2,13 @@
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <unistd.h>
 #include <zlib.h>
 
 #include <atomic>
 #include <chrono>
 #include <filesystem>
+#include <fstream>
 #include <thread>
 
 #include "data/dataset.h"
@@ -342,7 +344,10 @@ TEST(OrderedPool, MoreThreadsThanThereCanBeAreAUserError) {
   // Processes of root know no limit of their own, so the limit is that of the address space.
   rlimit before = {};
   ASSERT_EQ(::getrlimit(RLIMIT_AS, &before), 0);
-  const rlimit tight = {.rlim_cur = rlim_t{2} << 30, .rlim_max = before.rlim_max};
+  rlim_t pages = 0;  // of address space that this process has
+  std::ifstream("/proc/self/statm") >> pages;
+  const rlimit tight = {.rlim_cur = pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)) + (rlim_t{1} << 30),
+                        .rlim_max = before.rlim_max};
   ASSERT_EQ(::setrlimit(RLIMIT_AS, &tight), 0);
   const std::string message = user_error_of([] { OrderedPool<int, int> pool(4000, [](int value) { return value; }); });
   ASSERT_EQ(::setrlimit(RLIMIT_AS, &before), 0);
