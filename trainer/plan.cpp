@@ -117,6 +117,17 @@ double in_gib(int64_t bytes) {
   return static_cast<double>(bytes) / (int64_t{1} << 30);
 }
 
+// GiB say nothing of small models.
+struct Unit {
+  const char* name;
+  double bytes;
+};
+Unit unit_of(const Plan& plan) {
+  int64_t most = 0;
+  for (const PlannedLayout& layout : plan.layouts) most = std::max(most, layout.regions.total());
+  return most < int64_t{1} << 30 ? Unit{"MiB", 1 << 20} : Unit{"GiB", 1 << 30};
+}
+
 }  // namespace
 
 Plan plan_layouts(const Config& config, const PlanRequest& request, Console& console) {
@@ -174,12 +185,14 @@ Plan plan_layouts(const Config& config, const PlanRequest& request, Console& con
 }
 
 std::string to_text(const Plan& plan, size_t most) {
+  const Unit unit = unit_of(plan);
+  const auto in_unit = [&](int64_t bytes) { return static_cast<double>(bytes) / unit.bytes; };
   std::string text = fmt::format(
-      "{} ranks, {} on a host. Memory of a rank and what it sends in a step, in GiB; layouts are data x sequence x "
+      "{} ranks, {} on a host. Memory of a rank and what it sends in a step, in {}; layouts are data x sequence x "
       "tensor.\n"
       "Best first: the fewest bytes between hosts, a byte within a host counting as 1/{} of one; then the least "
       "memory.\n",
-      plan.request.ranks, plan.request.ranks_per_host, kHostLinkSpeed);
+      plan.request.ranks, plan.request.ranks_per_host, unit.name, kHostLinkSpeed);
   text += fmt::format("{:<16} {:>4} {:>10} {:>9} {:>9} {:>11} {:>8} {:>9}   {:>9} {:>9} {:>9} {:>9}\n", "layout",
                       "zero", "parameters", "gradients", "optimizer", "activations", "scratch", "memory", "replica",
                       "sequence", "tensor", "cost");
@@ -188,10 +201,10 @@ std::string to_text(const Plan& plan, size_t most) {
     const RegionBytes& regions = layout.regions;
     text += fmt::format(
         "{:<16} {:>4} {:>10.2f} {:>9.2f} {:>9.2f} {:>11.2f} {:>8.2f} {:>9.2f}   {:>9.3f} {:>9.3f} {:>9.3f} {:>9.3f}\n",
-        name_of(layout.mesh), layout.zero, in_gib(regions.parameters), in_gib(regions.gradients),
-        in_gib(regions.optimizer), in_gib(regions.activations), in_gib(regions.scratch), in_gib(regions.total()),
-        in_gib(layout.sent.replica + layout.sent.data + layout.sent.world), in_gib(layout.sent.sequence),
-        in_gib(layout.sent.tensor), in_gib(layout.cost));
+        name_of(layout.mesh), layout.zero, in_unit(regions.parameters), in_unit(regions.gradients),
+        in_unit(regions.optimizer), in_unit(regions.activations), in_unit(regions.scratch), in_unit(regions.total()),
+        in_unit(layout.sent.replica + layout.sent.data + layout.sent.world), in_unit(layout.sent.sequence),
+        in_unit(layout.sent.tensor), in_unit(layout.cost));
   }
   if (plan.layouts.size() > most) text += fmt::format("and {} more\n", plan.layouts.size() - most);
   if (plan.too_large > 0)

@@ -32,6 +32,19 @@ extern "C" void note_signal(int signal) {
 
 }  // namespace
 
+std::string name_of_stop_signal(int signal) {
+  switch (signal) {
+    case SIGTERM:
+      return "TERM";
+    case SIGINT:
+      return "INT";
+    case SIGUSR1:
+      return "USR1";
+    default:
+      return std::to_string(signal);
+  }
+}
+
 StopSignals::StopSignals() {
   CHECK(!is_catching.exchange(true), "the stop signals are caught already");
   first_signal = 0;

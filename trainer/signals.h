@@ -3,8 +3,11 @@
 
 #include <array>
 #include <csignal>
+#include <string>
 
 namespace palimpsest {
+
+std::string name_of_stop_signal(int signal);  // "USR1"
 
 // Catches the signals for its lifetime, and gives back the old handlers. One at a time in a process. A second SIGINT is
 // not caught: it ends the process at once.

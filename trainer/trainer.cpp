@@ -126,7 +126,7 @@ std::string Trainer::reason_to_stop() const {
     reason = kTimeIsUp;
   reason = max_over(setup_.mesh().world(), reason);
   if (reason == 0) return {};
-  return reason == kTimeIsUp ? "train.max_minutes" : fmt::format("signal {}", reason);
+  return reason == kTimeIsUp ? "train.max_minutes" : "signal " + name_of_stop_signal(static_cast<int>(reason));
 }
 
 StepMetrics Trainer::train_one_step(Loader& loader) {

@@ -136,7 +136,7 @@ TEST_F(Ranks, SignalsToTheLauncherOrToOneRankSaveOnAll) {
     const ProgramResult result = program.wait();
     EXPECT_EQ(result.exit_code, 0) << result.err;
     const auto last = static_cast<int64_t>(metrics_of(config).size());
-    EXPECT_NE(result.out.find("stopped after step " + std::to_string(last) + " of 100000000 by signal"),
+    EXPECT_NE(result.out.find("stopped after step " + std::to_string(last) + " of 100000000 by signal USR1"),
               std::string::npos)
         << result.out;
     EXPECT_TRUE(has_manifest(checkpoint_path(config) + "/" + checkpoint_name(last)));

@@ -52,6 +52,7 @@ TEST(Plan, ListsWhatCanRunBestFirstAndSaysWhyOthersCannot) {
                                 [](const std::string& line) { return line.starts_with("2 x 1 x 4, "); });
   ASSERT_NE(why, plan.refused.end());
   EXPECT_NE(why->find("parallel.tensor is 4, must divide model.kda.num"), std::string::npos) << *why;
+  EXPECT_NE(to_text(plan, 3).find("sends in a step, in MiB;"), std::string::npos);  // a small model
   EXPECT_NE(to_text(plan, 3).find("and " + std::to_string(plan.layouts.size() - 3) + " more"), std::string::npos);
 }
 

@@ -24,6 +24,12 @@ TEST(StopSignals, EachOfThreeIsNoted) {
   }
 }
 
+TEST(StopSignals, HaveTheNamesThatKillTakes) {
+  EXPECT_EQ(name_of_stop_signal(SIGTERM), "TERM");
+  EXPECT_EQ(name_of_stop_signal(SIGINT), "INT");
+  EXPECT_EQ(name_of_stop_signal(SIGUSR1), "USR1");
+}
+
 TEST(StopSignals, TheFirstIsToldAndRepeatsDoNoHarm) {
   const StopSignals signals;
   raise(SIGUSR1);
