@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <utility>
 
 #include "data/file_ops.h"
 #include "data/safetensors.h"
+#include "data/tokenizer.h"
 #include "kernels/check.h"
 #include "model/language_model.h"
 #include "trainer/checkpoint_folder.h"
@@ -213,6 +215,16 @@ void check_same_model(const ModelConfig& imported, const Config& saved, const st
                        ", the checkpoint has ", difference.after);
 }
 
+// None when the tokenizer is not on this machine.
+std::optional<HfMarks> marks_of(const std::string& tokenizer) {
+  try {
+    const std::unique_ptr<Tokenizer> read = load_tokenizer(tokenizer);
+    return HfMarks{.bos = read->bos(), .eos = read->eos()};
+  } catch (const UserError&) {
+    return std::nullopt;
+  }
+}
+
 void write_folder(CheckpointReader& checkpoint, const std::string& out, const ExportOptions& options,
                   const std::function<void(int64_t)>& progress, std::vector<std::string>& notices) {
   const Config saved = parse_config(checkpoint.manifest().header.config, checkpoint.folder());
@@ -258,7 +270,11 @@ void write_folder(CheckpointReader& checkpoint, const std::string& out, const Ex
     writer.finish();
   }
   if (!kept) {
-    write_file_atomically(out + "/config.json", hf_config_json(model, saved.data.sequence_length));
+    const std::optional<HfMarks> marks = marks_of(saved.data.tokenizer);
+    if (!marks)
+      notices.push_back("config.json names no bos and eos: data.tokenizer, " + saved.data.tokenizer +
+                        ", cannot be read here");
+    write_file_atomically(out + "/config.json", hf_config_json(model, saved.data.sequence_length, marks));
     if (files.size() > 1) write_file_atomically(out + "/" + kIndex, index_json(files));
     return;
   }

@@ -106,23 +106,23 @@ std::vector<int64_t> layers_of(const ModelConfig& config, std::string_view kind)
 
 void add_rope(JsonObject& json, double theta, const RopeScalingConfig& scaling, double partial) {
   JsonObject rope;
-  rope.add("rope_theta", theta);
+  rope.add_real("rope_theta", theta);
   rope.add("rope_type", EnumNames<RopeScalingKind>::values[static_cast<size_t>(scaling.kind)]);
-  if (partial != 1.0) rope.add("partial_rotary_factor", partial);
+  if (partial != 1.0) rope.add_real("partial_rotary_factor", partial);
   if (scaling.kind != RopeScalingKind::kDefault) {
-    rope.add("factor", scaling.factor);
+    rope.add_real("factor", scaling.factor);
     rope.add("original_max_position_embeddings", scaling.original_max_positions);
   }
   if (scaling.kind == RopeScalingKind::kYarn) {
-    rope.add("beta_fast", scaling.beta_fast);
-    rope.add("beta_slow", scaling.beta_slow);
+    rope.add_real("beta_fast", scaling.beta_fast);
+    rope.add_real("beta_slow", scaling.beta_slow);
     rope.add_flag("truncate", scaling.truncate);
-    if (scaling.attention_factor) rope.add("attention_factor", *scaling.attention_factor);
-    if (scaling.mscale != 0.0) rope.add("mscale", scaling.mscale);
-    if (scaling.mscale_all_dim != 0.0) rope.add("mscale_all_dim", scaling.mscale_all_dim);
+    if (scaling.attention_factor) rope.add_real("attention_factor", *scaling.attention_factor);
+    if (scaling.mscale != 0.0) rope.add_real("mscale", scaling.mscale);
+    if (scaling.mscale_all_dim != 0.0) rope.add_real("mscale_all_dim", scaling.mscale_all_dim);
   } else if (scaling.kind == RopeScalingKind::kLlama3) {
-    rope.add("low_freq_factor", scaling.low_freq_factor);
-    rope.add("high_freq_factor", scaling.high_freq_factor);
+    rope.add_real("low_freq_factor", scaling.low_freq_factor);
+    rope.add_real("high_freq_factor", scaling.high_freq_factor);
   }
   json.add("rope_parameters", rope);
 }
@@ -173,7 +173,7 @@ void add_kimi(JsonObject& json, const ModelConfig& config) {
   json.add("topk_group", moe.top_groups);
   json.add_flag("moe_renormalize", moe.renormalize);
   json.add("moe_router_activation_func", "sigmoid");
-  json.add("routed_scaling_factor", moe.routed_scaling_factor);
+  json.add_real("routed_scaling_factor", moe.routed_scaling_factor);
 }
 
 void add_deepseek(JsonObject& json, const ModelConfig& config) {
@@ -192,7 +192,7 @@ void add_deepseek(JsonObject& json, const ModelConfig& config) {
   json.add("n_group", moe.num_groups);
   json.add("topk_group", moe.top_groups);
   json.add_flag("norm_topk_prob", moe.renormalize);
-  json.add("routed_scaling_factor", moe.routed_scaling_factor);
+  json.add_real("routed_scaling_factor", moe.routed_scaling_factor);
 }
 
 void add_qwen3_next(JsonObject& json, const ModelConfig& config) {
@@ -213,7 +213,7 @@ void add_qwen3_next(JsonObject& json, const ModelConfig& config) {
   json.add("moe_intermediate_size", moe.intermediate_size);
   json.add("shared_expert_intermediate_size", moe.shared_intermediate_size);
   json.add_flag("norm_topk_prob", moe.renormalize);
-  json.add("router_aux_loss_coef", moe.router_aux_loss_coef);
+  json.add_real("router_aux_loss_coef", moe.router_aux_loss_coef);
   json.add_flag("output_router_logits", moe.router_aux_loss_coef > 0);
 }
 
@@ -238,7 +238,7 @@ HfFamily hf_family_of(const ModelConfig& config) {
   return family;
 }
 
-std::string hf_config_json(const HfModel& model, int64_t max_positions) {
+std::string hf_config_json(const HfModel& model, int64_t max_positions, const std::optional<HfMarks>& marks) {
   const ModelConfig& config = model.config;
   constexpr const char* kArchitectures[] = {"KimiLinearForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM",
                                             "LlamaForCausalLM"};
@@ -250,8 +250,17 @@ std::string hf_config_json(const HfModel& model, int64_t max_positions) {
   json.add("hidden_size", config.hidden_size);
   json.add("num_hidden_layers", config.num_layers);
   json.add("intermediate_size", config.mlp.intermediate_size);
-  json.add("rms_norm_eps", config.norm_eps);
-  json.add("initializer_range", config.initializer_range);
+  json.add_real("rms_norm_eps", config.norm_eps);
+  json.add_real("initializer_range", config.initializer_range);
+  // Left out, these would be the ids of the family's own tokenizer.
+  if (marks) {
+    json.add("bos_token_id", marks->bos);
+    json.add("eos_token_id", marks->eos);
+  } else {
+    json.add_null("bos_token_id");
+    json.add_null("eos_token_id");
+  }
+  json.add_null("pad_token_id");
   json.add_flag("tie_word_embeddings", config.tie_embeddings && model.family != HfFamily::kKimiLinear);
   json.add("hidden_act", "silu");
   json.add(model.family == HfFamily::kKimiLinear ? "model_max_length" : "max_position_embeddings", max_positions);

@@ -98,7 +98,8 @@ HfPlace hf_place(const HfModel& model, const ParameterSpec& parameter) {
   if (model.config.tie_embeddings && name == "model.embed_tokens.weight") place.names.emplace_back("lm_head.weight");
   if (model.family == HfFamily::kQwen3Next) replace_in(place.names[0], ".shared_experts.", ".shared_expert.");
   if (model.family == HfFamily::kKimiLinear) {
-    place.any_shape = name.ends_with(".A_log");
+    if (name.ends_with(".A_log"))
+      place = {.names = {name}, .shape = {1, 1, num_rows, 1}, .any_shape = true, .rows = {{0, 1}}};
     if (after(name, ".mlp.")) place.names = kimi_feed_forward_names(name);
   }
   return place;

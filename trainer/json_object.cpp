@@ -34,6 +34,12 @@ JsonObject& JsonObject::add(std::string_view key, double value) {
   return add_value(key, std::isfinite(value) ? fmt::format("{}", value) : "null");
 }
 
+JsonObject& JsonObject::add_real(std::string_view key, double value) {
+  std::string text = fmt::format("{}", value);
+  if (text.find_first_of(".en") == std::string::npos) text += ".0";
+  return add_value(key, text);
+}
+
 JsonObject& JsonObject::add(std::string_view key, int64_t value) {
   return add_value(key, fmt::format("{}", value));
 }

@@ -13,6 +13,8 @@ class JsonObject {
   // Numbers read back to the same bits; one that is not finite becomes null.
   JsonObject& add(std::string_view key, double value);
   JsonObject& add(std::string_view key, int64_t value);
+  // With a point or an exponent always: readers with types take 1 for an integer.
+  JsonObject& add_real(std::string_view key, double value);
   JsonObject& add(std::string_view key, std::string_view text);
   JsonObject& add(std::string_view key, const JsonObject& object);
   JsonObject& add(std::string_view key, const std::vector<JsonObject>& objects);

@@ -198,7 +198,20 @@ TEST_P(BornHere, GoesOutAsItsFamilyAndComesBackTheSame) {
   export_hf(root / "checkpoint", root / "out", {.shard_bytes = 8000});
   EXPECT_TRUE(path_exists((root / "out") + "/model.safetensors.index.json"));
 
+  // The public library checks types, and takes ids that are left out from the family's own tokenizer.
+  const nlohmann::json json = nlohmann::json::parse(read_file((root / "out") + "/config.json"));
+  for (const auto& [key, value] : json.items()) {
+    const bool is_real = key.ends_with("_factor") || key.ends_with("_coef") || key.ends_with("_eps");
+    EXPECT_TRUE(!is_real || value.is_number_float()) << key;
+  }
+  for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
+    EXPECT_TRUE(json.contains(key) && json.at(key).is_null()) << key;
+
   const HfFolder folder(root / "out");
+  if (const SafeTensor* decay =
+          folder.tensors.find("model.layers.0.self_attn.A_log")) {  // of Kimi Linear, as published
+    EXPECT_EQ(decay->shape, (std::vector<int64_t>{1, 1, config.model.kda.num_heads, 1}));
+  }
   Config back = config;
   back.model = folder.model.config;
   for (const ConfigDifference& difference : differences(config, back)) {
