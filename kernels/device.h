@@ -18,6 +18,7 @@ void use_gpu(int64_t node_rank);
 
 struct GpuProperties {
   std::string name;
+  std::string bus_id;        // "0000:1B:00.0", its address in this machine
   int major = 0, minor = 0;  // compute capability
   int num_multiprocessors = 0;
   int64_t memory_bytes = 0, free_bytes = 0;
@@ -30,6 +31,22 @@ void synchronize(const Stream& stream);
 // to = from for contiguous tensors of one dtype and number of elements, on any devices. After the stream's earlier
 // work; when it returns, `from` may be changed and, where `to` is in host memory, `to` holds the values.
 void transfer(const Stream& stream, const Tensor& to, const Tensor& from);
+
+// The same to host memory, after all the work of the GPU that `from` lies on. From any thread.
+void copy_to_host(const Tensor& to, const Tensor& from);
+
+// Host memory that stays where it is for the life of this, so that a GPU copies to and from it at full speed. Nothing
+// to do in a build without CUDA.
+class PinnedRange {
+ public:
+  PinnedRange(void* begin, int64_t bytes);
+  ~PinnedRange();
+  PinnedRange(const PinnedRange&) = delete;
+  PinnedRange& operator=(const PinnedRange&) = delete;
+
+ private:
+  void* begin_;
+};
 
 // A contiguous tensor as the host can read and write it: itself where it lies in host memory, else a copy there. For
 // start-up, checkpoints and messages; waits for all the GPU's work.

@@ -8,7 +8,7 @@ namespace palimpsest {
 
 int run_command(const BenchTrainArguments& arguments, Ranks& ranks, Console& console) {
   const Config config = load_resolved(arguments.config, ranks);
-  const Mesh& mesh = ranks.lay_out(config.parallel, console);
+  const Mesh& mesh = ranks.lay_out(config, console);
   const TrainBench bench = bench_train(config, mesh, arguments.steps, console);
   console.info(to_text(bench));
   agree(mesh.world(), [&] {

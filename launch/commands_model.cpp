@@ -68,7 +68,7 @@ GenerationRequest request_of(const GenerateArguments& arguments, const Tokenizer
 
 int run_command(const EvalArguments& arguments, Ranks& ranks, Console& console) {
   const Config config = load_resolved(arguments.config, ranks);
-  const Mesh& mesh = ranks.lay_out(config.parallel, console);
+  const Mesh& mesh = ranks.lay_out(config, console);
   EvaluationOptions options;
   std::vector<EvalSet> sets;
   std::optional<Workbench> bench;
@@ -99,7 +99,7 @@ int run_command(const EvalArguments& arguments, Ranks& ranks, Console& console) 
 
 int run_command(const ScoreArguments& arguments, Ranks& ranks, Console& console) {
   const Config config = load_resolved(arguments.config, ranks);
-  const Mesh& mesh = ranks.lay_out(config.parallel, console);
+  const Mesh& mesh = ranks.lay_out(config, console);
   EvaluationOptions options;
   std::unique_ptr<Dataset> dataset;
   std::optional<Workbench> bench;
@@ -119,7 +119,7 @@ int run_command(const ScoreArguments& arguments, Ranks& ranks, Console& console)
 
 int run_command(const GenerateArguments& arguments, Ranks& ranks, Console& console) {
   const Config config = load_resolved(arguments.config, ranks);
-  const Mesh& mesh = ranks.lay_out(config.parallel, console);
+  const Mesh& mesh = ranks.lay_out(config, console);
   std::unique_ptr<Tokenizer> tokenizer;
   GenerationRequest request;
   std::optional<Workbench> bench;

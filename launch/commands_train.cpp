@@ -51,7 +51,7 @@ int run_command(const TrainArguments& arguments, Ranks& ranks, Console& console)
       throw_user_error(arguments.config.path, ": ", error.what());
     }
   });
-  const Mesh& mesh = ranks.lay_out(config.parallel, console);
+  const Mesh& mesh = ranks.lay_out(config, console);
   if (arguments.dry_run) {
     dry_run(config, mesh, console);
   } else {

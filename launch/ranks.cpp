@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "parallel/agreement.h"
+#include "parallel/gpu_places.h"
 
 namespace palimpsest {
 
@@ -20,31 +21,34 @@ Ranks::Ranks(int* argc, char*** argv) {
   if (std::getenv("OMP_NUM_THREADS") == nullptr) omp_set_num_threads(static_cast<int>(session_->fair_threads()));
 }
 
-const Mesh& Ranks::lay_out(const ParallelConfig& parallel, Console& console) {
+const Mesh& Ranks::lay_out(const Config& config, Console& console) {
+  const ParallelConfig& parallel = config.parallel;
   MeshShape shape = {.data = parallel.data,
                      .sequence = parallel.sequence,
                      .tensor = parallel.tensor,
                      .layout = parallel.sequence_layout};
   agree(world(), [&] { shape = resolve_mesh(shape, size()); });
   if (size() == 1) return Mesh::single();
+  const Device device = device_of(config);
+  const std::string gpu = device == Device::kCuda ? take_gpu(world(), session_->local_rank()) : "none";
   watchdog_.emplace(rank(), parallel.timeout_s);
-  mesh_ = session_->make_mesh(shape, *watchdog_);
-  console.info(map_of_ranks(*mesh_));
+  mesh_ = session_->make_mesh(shape, *watchdog_, device);
+  console.info(map_of_ranks(*mesh_, gpu));
   return *mesh_;
 }
 
-std::string Ranks::map_of_ranks(const Mesh& mesh) const {
+std::string Ranks::map_of_ranks(const Mesh& mesh, const std::string& gpu) const {
   const std::vector<std::string> hosts = gather_texts(mesh.world(), host_name());
   const std::vector<std::string> places = gather_texts(
-      mesh.world(), fmt::format("{:>5}  {:>7}  {:>4}  {:>8}  {:>6}", session_->local_rank(), omp_get_max_threads(),
-                                mesh.data().rank(), mesh.sequence().rank(), mesh.tensor().rank()));
+      mesh.world(), fmt::format("{:>5}  {:>7}  {:>4}  {:>8}  {:>6}  {}", session_->local_rank(), omp_get_max_threads(),
+                                mesh.data().rank(), mesh.sequence().rank(), mesh.tensor().rank(), gpu));
   size_t width = 4;
   for (const std::string& host : hosts) width = std::max(width, host.size());
   const MeshShape& shape = mesh.shape();
-  std::string text =
-      fmt::format("{} ranks: data {} x sequence {} x tensor {}\n   rank  {:<{}}  {:>5}  {:>7}  {:>4}  {:>8}  {:>6}\n",
-                  shape.ranks(), shape.data, shape.sequence, shape.tensor, "host", width, "local", "threads", "data",
-                  "sequence", "tensor");
+  std::string text = fmt::format(
+      "{} ranks: data {} x sequence {} x tensor {}\n   rank  {:<{}}  {:>5}  {:>7}  {:>4}  {:>8}  {:>6}  GPU\n",
+      shape.ranks(), shape.data, shape.sequence, shape.tensor, "host", width, "local", "threads", "data", "sequence",
+      "tensor");
   for (size_t i = 0; i < hosts.size(); ++i) text += fmt::format("  {:>5}  {:<{}}  {}\n", i, hosts[i], width, places[i]);
   text.pop_back();
   return text;

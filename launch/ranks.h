@@ -27,12 +27,12 @@ class Ranks {
   // Of all ranks, for what comes before the mesh. Waits for others as long as parallel.timeout_s does by default.
   Communicator& world() const { return start_mesh_ ? start_mesh_->world() : Mesh::single().world(); }
 
-  // Lays the mesh of the config over all ranks, prints which rank is where, and gives it the config's deadline. Every
-  // rank calls it, once.
-  const Mesh& lay_out(const ParallelConfig& parallel, Console& console);
+  // Lays the mesh of the config, which is resolved, over all ranks, gives each its GPU where they compute on GPUs,
+  // prints which rank is where, and gives the mesh the config's deadline. Every rank calls it, once.
+  const Mesh& lay_out(const Config& config, Console& console);
 
  private:
-  std::string map_of_ranks(const Mesh& mesh) const;
+  std::string map_of_ranks(const Mesh& mesh, const std::string& gpu) const;
 
   std::optional<MpiSession> session_;
   std::optional<Watchdog> start_watchdog_, watchdog_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/device.h"
 #include "kernels/elementwise.h"
 
 namespace palimpsest {
@@ -44,13 +45,17 @@ void gather_token_values(Context& context, Tensor whole, const Tensor& local, co
   copy(stream, padded.rows(0, local.dim(0)), local);
   context.mesh.sequence().all_gather(stream, all, padded);
   if (stream.is_planning()) return;
+  HostCopy all_here(all), whole_here(whole);
+  all_here.fetch();
   const int64_t size = size_of(whole.dtype());
+  auto* to = static_cast<std::byte*>(whole_here.tensor().raw());
   for (int64_t rank = 0; rank < cut.num_ranks(); ++rank) {
     const std::vector<int64_t> places = cut.tokens_of(rank);
-    const auto* from = static_cast<const std::byte*>(all.raw()) + rank * most * size;
+    const auto* from = static_cast<const std::byte*>(all_here.tensor().raw()) + rank * most * size;
     for (size_t i = 0; i < places.size(); ++i)
-      std::copy_n(from + static_cast<int64_t>(i) * size, size, static_cast<std::byte*>(whole.raw()) + places[i] * size);
+      std::copy_n(from + static_cast<int64_t>(i) * size, size, to + places[i] * size);
   }
+  whole_here.store();
 }
 
 }  // namespace palimpsest

@@ -23,8 +23,7 @@ class LocalInput {
   ModelInput input_;
 };
 
-// Puts together what the sequence ranks computed for their tokens: whole [N] from local [n] of each, f32 or f64 in host
-// memory.
+// Puts together what the sequence ranks computed for their tokens: whole [N] from local [n] of each, f32 or f64.
 void gather_token_values(Context& context, Tensor whole, const Tensor& local, const SequenceCut& cut);
 
 }  // namespace palimpsest

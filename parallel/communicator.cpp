@@ -31,7 +31,7 @@ std::unique_ptr<Pending> Communicator::start_all_reduce(Stream& stream, Tensor x
   if (size_ == 1 || x.numel() == 0) return std::make_unique<Done>();
   bytes_sent_ += 2 * x.bytes() * (size_ - 1) / size_;
   if (stream.is_planning()) return std::make_unique<Done>();
-  return launch_all_reduce(x, op);
+  return launch_all_reduce(stream, x, op);
 }
 
 std::unique_ptr<Pending> Communicator::start_all_gather(Stream& stream, Tensor out, const Tensor& in) {
@@ -43,7 +43,7 @@ std::unique_ptr<Pending> Communicator::start_all_gather(Stream& stream, Tensor o
   }
   bytes_sent_ += in.bytes() * (size_ - 1);
   if (stream.is_planning()) return std::make_unique<Done>();
-  return launch_all_gather(out, in);
+  return launch_all_gather(stream, out, in);
 }
 
 std::unique_ptr<Pending> Communicator::start_reduce_scatter(Stream& stream, Tensor out, const Tensor& in) {
@@ -55,7 +55,7 @@ std::unique_ptr<Pending> Communicator::start_reduce_scatter(Stream& stream, Tens
   }
   bytes_sent_ += out.bytes() * (size_ - 1);
   if (stream.is_planning()) return std::make_unique<Done>();
-  return launch_reduce_scatter(out, in);
+  return launch_reduce_scatter(stream, out, in);
 }
 
 std::unique_ptr<Pending> Communicator::start_send_receive(Stream& stream, const Tensor& out, int64_t to, Tensor in,
@@ -64,7 +64,7 @@ std::unique_ptr<Pending> Communicator::start_send_receive(Stream& stream, const 
         " on rank ", rank_, " of ", size_);
   if (to >= 0) bytes_sent_ += out.bytes();
   if (stream.is_planning() || (to < 0 && from < 0)) return std::make_unique<Done>();
-  return launch_send_receive(out, to, in, from);
+  return launch_send_receive(stream, out, to, in, from);
 }
 
 void Communicator::all_reduce(Stream& stream, Tensor x, ReduceOp op) {
@@ -84,7 +84,7 @@ void Communicator::broadcast(Stream& stream, Tensor x, int64_t root) {
   CHECK(root >= 0 && root < size_, "broadcast from rank ", root, " of ", size_);
   if (size_ == 1 || x.numel() == 0) return;
   if (rank_ == root) bytes_sent_ += x.bytes();
-  if (!stream.is_planning()) launch_broadcast(x, root)->wait();
+  if (!stream.is_planning()) launch_broadcast(stream, x, root)->wait();
 }
 
 void Communicator::send_receive(Stream& stream, const Tensor& out, int64_t to, Tensor in, int64_t from) {
@@ -92,28 +92,28 @@ void Communicator::send_receive(Stream& stream, const Tensor& out, int64_t to, T
 }
 
 void Communicator::barrier(Stream& stream) {
-  if (size_ > 1 && !stream.is_planning()) launch_barrier()->wait();
+  if (size_ > 1 && !stream.is_planning()) launch_barrier(stream)->wait();
 }
 
 void Communicator::set_step(int64_t) {}
 
 // A group of one never comes here; a backend overrides all of them.
-std::unique_ptr<Pending> Communicator::launch_all_reduce(const Tensor&, ReduceOp) {
+std::unique_ptr<Pending> Communicator::launch_all_reduce(Stream&, const Tensor&, ReduceOp) {
   return std::make_unique<Done>();
 }
-std::unique_ptr<Pending> Communicator::launch_all_gather(const Tensor&, const Tensor&) {
+std::unique_ptr<Pending> Communicator::launch_all_gather(Stream&, const Tensor&, const Tensor&) {
   return std::make_unique<Done>();
 }
-std::unique_ptr<Pending> Communicator::launch_reduce_scatter(const Tensor&, const Tensor&) {
+std::unique_ptr<Pending> Communicator::launch_reduce_scatter(Stream&, const Tensor&, const Tensor&) {
   return std::make_unique<Done>();
 }
-std::unique_ptr<Pending> Communicator::launch_broadcast(const Tensor&, int64_t) {
+std::unique_ptr<Pending> Communicator::launch_broadcast(Stream&, const Tensor&, int64_t) {
   return std::make_unique<Done>();
 }
-std::unique_ptr<Pending> Communicator::launch_send_receive(const Tensor&, int64_t, const Tensor&, int64_t) {
+std::unique_ptr<Pending> Communicator::launch_send_receive(Stream&, const Tensor&, int64_t, const Tensor&, int64_t) {
   return std::make_unique<Done>();
 }
-std::unique_ptr<Pending> Communicator::launch_barrier() {
+std::unique_ptr<Pending> Communicator::launch_barrier(Stream&) {
   return std::make_unique<Done>();
 }
 

@@ -1,5 +1,6 @@
-// Communicator: collectives over the ranks of one mesh axis. MPI on host memory (mpi_communicator.h); a group of one
-// rank does nothing. Every rank of the group makes the same calls in the same order.
+// Communicator: collectives over the ranks of one mesh axis. MPI on host memory (mpi_communicator.h), NCCL on a GPU's
+// (nccl_communicator.h); a group of one rank does nothing. Every rank of the group makes the same calls in the same
+// order.
 //
 // On a planning stream nothing is sent, but bytes are counted: so a rehearsal tells what a step sends on each axis.
 #pragma once
@@ -18,7 +19,8 @@ enum class ReduceOp : uint8_t { kSum, kMax };
 class Pending {
  public:
   virtual ~Pending() = default;
-  // Returns when it is done. When the deadline passes, the job ends with exit status 3 (see watchdog.h).
+  // Returns when it is done, or on a GPU when what the stream is given from here on comes after it: the host goes on.
+  // When the deadline passes, the job ends with exit status 3 (see watchdog.h).
   virtual void wait() = 0;
   // Moves it on, where that takes calls of this process, and returns at once.
   virtual void advance() {}
@@ -36,18 +38,20 @@ class Communicator {
   int64_t rank() const { return rank_; }
   int64_t size() const { return size_; }
 
-  // x = op over the ranks, in place. Contiguous; f32, f64, i32 or i64. The result is the same bits on every rank.
+  // x = op over the ranks, in place. Contiguous; f32, f64, i32 or i64, on a GPU bf16 too. The result is the same bits
+  // on every rank.
   void all_reduce(Stream& stream, Tensor x, ReduceOp op);
   // out = the ranks' `in` one after the other: numel(out) = size * numel(in). Any dtype, contiguous. `in` may be this
   // rank's part of `out`.
   void all_gather(Stream& stream, Tensor out, const Tensor& in);
-  // out = this rank's part of the sum over the ranks: numel(in) = size * numel(out). f32 or f64, contiguous.
+  // out = this rank's part of the sum over the ranks: numel(in) = size * numel(out). f32 or f64, on a GPU bf16 too,
+  // contiguous.
   void reduce_scatter(Stream& stream, Tensor out, const Tensor& in);
   // x of rank `root` to all. Any dtype, contiguous.
   void broadcast(Stream& stream, Tensor x, int64_t root);
   // Sends `out` to one rank and receives `in` from another at the same time. A rank of -1: nothing that way.
   void send_receive(Stream& stream, const Tensor& out, int64_t to, Tensor in, int64_t from);
-  void barrier(Stream& stream);
+  void barrier(Stream& stream);  // of the hosts
 
   // The same, under way while the caller goes on.
   std::unique_ptr<Pending> start_all_reduce(Stream& stream, Tensor x, ReduceOp op);
@@ -67,12 +71,13 @@ class Communicator {
   Communicator(std::string axis, int64_t rank, int64_t size) : axis_(std::move(axis)), rank_(rank), size_(size) {}
 
   // What a backend provides; only called with size() > 1 and non-empty tensors.
-  virtual std::unique_ptr<Pending> launch_all_reduce(const Tensor& x, ReduceOp op);
-  virtual std::unique_ptr<Pending> launch_all_gather(const Tensor& out, const Tensor& in);
-  virtual std::unique_ptr<Pending> launch_reduce_scatter(const Tensor& out, const Tensor& in);
-  virtual std::unique_ptr<Pending> launch_broadcast(const Tensor& x, int64_t root);
-  virtual std::unique_ptr<Pending> launch_send_receive(const Tensor& out, int64_t to, const Tensor& in, int64_t from);
-  virtual std::unique_ptr<Pending> launch_barrier();
+  virtual std::unique_ptr<Pending> launch_all_reduce(Stream& stream, const Tensor& x, ReduceOp op);
+  virtual std::unique_ptr<Pending> launch_all_gather(Stream& stream, const Tensor& out, const Tensor& in);
+  virtual std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, const Tensor& out, const Tensor& in);
+  virtual std::unique_ptr<Pending> launch_broadcast(Stream& stream, const Tensor& x, int64_t root);
+  virtual std::unique_ptr<Pending> launch_send_receive(Stream& stream, const Tensor& out, int64_t to, const Tensor& in,
+                                                       int64_t from);
+  virtual std::unique_ptr<Pending> launch_barrier(Stream& stream);
 
  private:
   std::string axis_;

@@ -66,6 +66,11 @@ MPI_Datatype mpi_type(DType dtype) {
   return MPI_DATATYPE_NULL;
 }
 
+void* host_memory(const Tensor& tensor) {
+  CHECK(tensor.device() == Device::kCpu, "MPI moves host memory, not ", tensor.str());
+  return tensor.raw();
+}
+
 // Counts of MPI are ints. Large tensors go in parts of this many elements.
 constexpr int64_t kMaxCount = int64_t{1} << 30;
 static_assert(kMaxCount <= INT_MAX);
@@ -109,60 +114,60 @@ MpiCommunicator::~MpiCommunicator() {
   if (!finalized) MPI_Comm_free(&comm_);
 }
 
-std::unique_ptr<Pending> MpiCommunicator::launch_all_reduce(const Tensor& x, ReduceOp op) {
+std::unique_ptr<Pending> MpiCommunicator::launch_all_reduce(Stream&, const Tensor& x, ReduceOp op) {
   auto pending = std::make_unique<MpiPending>("all_reduce", axis(), watchdog_);
-  check_mpi(MPI_Iallreduce(MPI_IN_PLACE, x.raw(), checked_count(x.numel()), mpi_type(x.dtype()),
+  check_mpi(MPI_Iallreduce(MPI_IN_PLACE, host_memory(x), checked_count(x.numel()), mpi_type(x.dtype()),
                            op == ReduceOp::kSum ? MPI_SUM : MPI_MAX, comm_, pending->add_request()),
             "MPI_Iallreduce");
   return pending;
 }
 
-std::unique_ptr<Pending> MpiCommunicator::launch_all_gather(const Tensor& out, const Tensor& in) {
+std::unique_ptr<Pending> MpiCommunicator::launch_all_gather(Stream&, const Tensor& out, const Tensor& in) {
   auto pending = std::make_unique<MpiPending>("all_gather", axis(), watchdog_);
   const int bytes = checked_count(in.bytes());
-  const bool in_place = in.raw() == static_cast<std::byte*>(out.raw()) + rank() * in.bytes();
-  check_mpi(MPI_Iallgather(in_place ? MPI_IN_PLACE : in.raw(), bytes, MPI_BYTE, out.raw(), bytes, MPI_BYTE, comm_,
-                           pending->add_request()),
+  const bool in_place = host_memory(in) == static_cast<std::byte*>(host_memory(out)) + rank() * in.bytes();
+  check_mpi(MPI_Iallgather(in_place ? MPI_IN_PLACE : host_memory(in), bytes, MPI_BYTE, host_memory(out), bytes,
+                           MPI_BYTE, comm_, pending->add_request()),
             "MPI_Iallgather");
   return pending;
 }
 
-std::unique_ptr<Pending> MpiCommunicator::launch_reduce_scatter(const Tensor& out, const Tensor& in) {
+std::unique_ptr<Pending> MpiCommunicator::launch_reduce_scatter(Stream&, const Tensor& out, const Tensor& in) {
   auto pending = std::make_unique<MpiPending>("reduce_scatter", axis(), watchdog_);
-  check_mpi(MPI_Ireduce_scatter_block(in.raw(), out.raw(), checked_count(out.numel()), mpi_type(in.dtype()), MPI_SUM,
-                                      comm_, pending->add_request()),
+  check_mpi(MPI_Ireduce_scatter_block(host_memory(in), host_memory(out), checked_count(out.numel()),
+                                      mpi_type(in.dtype()), MPI_SUM, comm_, pending->add_request()),
             "MPI_Ireduce_scatter_block");
   return pending;
 }
 
-std::unique_ptr<Pending> MpiCommunicator::launch_broadcast(const Tensor& x, int64_t root) {
+std::unique_ptr<Pending> MpiCommunicator::launch_broadcast(Stream&, const Tensor& x, int64_t root) {
   auto pending = std::make_unique<MpiPending>("broadcast", axis(), watchdog_);
-  check_mpi(
-      MPI_Ibcast(x.raw(), checked_count(x.bytes()), MPI_BYTE, static_cast<int>(root), comm_, pending->add_request()),
-      "MPI_Ibcast");
+  check_mpi(MPI_Ibcast(host_memory(x), checked_count(x.bytes()), MPI_BYTE, static_cast<int>(root), comm_,
+                       pending->add_request()),
+            "MPI_Ibcast");
   return pending;
 }
 
-std::unique_ptr<Pending> MpiCommunicator::launch_send_receive(const Tensor& out, int64_t to, const Tensor& in,
+std::unique_ptr<Pending> MpiCommunicator::launch_send_receive(Stream&, const Tensor& out, int64_t to, const Tensor& in,
                                                               int64_t from) {
   constexpr int kTag = 0;
   auto pending = std::make_unique<MpiPending>("send_receive", axis(), watchdog_);
   if (from >= 0) {
     check_contiguous("receive", in);
-    check_mpi(MPI_Irecv(in.raw(), checked_count(in.bytes()), MPI_BYTE, static_cast<int>(from), kTag, comm_,
+    check_mpi(MPI_Irecv(host_memory(in), checked_count(in.bytes()), MPI_BYTE, static_cast<int>(from), kTag, comm_,
                         pending->add_request()),
               "MPI_Irecv");
   }
   if (to >= 0) {
     check_contiguous("send", out);
-    check_mpi(MPI_Isend(out.raw(), checked_count(out.bytes()), MPI_BYTE, static_cast<int>(to), kTag, comm_,
+    check_mpi(MPI_Isend(host_memory(out), checked_count(out.bytes()), MPI_BYTE, static_cast<int>(to), kTag, comm_,
                         pending->add_request()),
               "MPI_Isend");
   }
   return pending;
 }
 
-std::unique_ptr<Pending> MpiCommunicator::launch_barrier() {
+std::unique_ptr<Pending> MpiCommunicator::launch_barrier(Stream&) {
   auto pending = std::make_unique<MpiPending>("barrier", axis(), watchdog_);
   check_mpi(MPI_Ibarrier(comm_, pending->add_request()), "MPI_Ibarrier");
   return pending;

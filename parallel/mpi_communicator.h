@@ -23,12 +23,15 @@ class MpiCommunicator : public Communicator {
   void set_step(int64_t step) override { watchdog_.set_step(step); }
 
  protected:
-  std::unique_ptr<Pending> launch_all_reduce(const Tensor& x, ReduceOp op) override;
-  std::unique_ptr<Pending> launch_all_gather(const Tensor& out, const Tensor& in) override;
-  std::unique_ptr<Pending> launch_reduce_scatter(const Tensor& out, const Tensor& in) override;
-  std::unique_ptr<Pending> launch_broadcast(const Tensor& x, int64_t root) override;
-  std::unique_ptr<Pending> launch_send_receive(const Tensor& out, int64_t to, const Tensor& in, int64_t from) override;
-  std::unique_ptr<Pending> launch_barrier() override;
+  Watchdog& watchdog() { return watchdog_; }
+
+  std::unique_ptr<Pending> launch_all_reduce(Stream& stream, const Tensor& x, ReduceOp op) override;
+  std::unique_ptr<Pending> launch_all_gather(Stream& stream, const Tensor& out, const Tensor& in) override;
+  std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, const Tensor& out, const Tensor& in) override;
+  std::unique_ptr<Pending> launch_broadcast(Stream& stream, const Tensor& x, int64_t root) override;
+  std::unique_ptr<Pending> launch_send_receive(Stream& stream, const Tensor& out, int64_t to, const Tensor& in,
+                                               int64_t from) override;
+  std::unique_ptr<Pending> launch_barrier(Stream& stream) override;
 
  private:
   MPI_Comm comm_;

@@ -14,6 +14,7 @@
 
 #include "parallel/agreement.h"
 #include "parallel/mpi_communicator.h"
+#include "parallel/nccl_communicator.h"
 
 namespace palimpsest {
 
@@ -51,7 +52,7 @@ MpiSession::~MpiSession() {
   MPI_Finalize();
 }
 
-std::unique_ptr<Mesh> MpiSession::make_mesh(const MeshShape& shape, Watchdog& watchdog) const {
+std::unique_ptr<Mesh> MpiSession::make_mesh(const MeshShape& shape, Watchdog& watchdog, Device device) const {
   await_all_ranks(watchdog);
   const int64_t rank = world_rank_;
   const bool member = rank < shape.ranks();
@@ -65,6 +66,9 @@ std::unique_ptr<Mesh> MpiSession::make_mesh(const MeshShape& shape, Watchdog& wa
                              &comm),
               "MPI_Comm_split");
     if (!member) return nullptr;
+    int size = 1;
+    check_mpi(MPI_Comm_size(comm, &size), "MPI_Comm_size");
+    if (device == Device::kCuda && size > 1) return make_nccl_communicator(axis, comm, watchdog);
     return std::make_unique<MpiCommunicator>(axis, comm, watchdog);
   };
   auto world = split("world", 0);

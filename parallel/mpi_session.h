@@ -25,8 +25,8 @@ class MpiSession {
   int64_t fair_threads() const { return fair_threads_; }
 
   // The mesh over the first shape.ranks() ranks of the world; every rank of the world calls it. Ranks beyond get none.
-  // The watchdog must outlive the mesh.
-  std::unique_ptr<Mesh> make_mesh(const MeshShape& shape, Watchdog& watchdog) const;
+  // With kCuda its axes connect the ranks' current GPUs. The watchdog must outlive the mesh.
+  std::unique_ptr<Mesh> make_mesh(const MeshShape& shape, Watchdog& watchdog, Device device = Device::kCpu) const;
 
  private:
   void look_around_host();

@@ -12,14 +12,14 @@ class PlannedCommunicator : public Communicator {
   PlannedCommunicator(std::string axis, int64_t rank, int64_t size) : Communicator(std::move(axis), rank, size) {}
 
  protected:
-  std::unique_ptr<Pending> launch_all_reduce(const Tensor&, ReduceOp) override { return refuse(); }
-  std::unique_ptr<Pending> launch_all_gather(const Tensor&, const Tensor&) override { return refuse(); }
-  std::unique_ptr<Pending> launch_reduce_scatter(const Tensor&, const Tensor&) override { return refuse(); }
-  std::unique_ptr<Pending> launch_broadcast(const Tensor&, int64_t) override { return refuse(); }
-  std::unique_ptr<Pending> launch_send_receive(const Tensor&, int64_t, const Tensor&, int64_t) override {
+  std::unique_ptr<Pending> launch_all_reduce(Stream&, const Tensor&, ReduceOp) override { return refuse(); }
+  std::unique_ptr<Pending> launch_all_gather(Stream&, const Tensor&, const Tensor&) override { return refuse(); }
+  std::unique_ptr<Pending> launch_reduce_scatter(Stream&, const Tensor&, const Tensor&) override { return refuse(); }
+  std::unique_ptr<Pending> launch_broadcast(Stream&, const Tensor&, int64_t) override { return refuse(); }
+  std::unique_ptr<Pending> launch_send_receive(Stream&, const Tensor&, int64_t, const Tensor&, int64_t) override {
     return refuse();
   }
-  std::unique_ptr<Pending> launch_barrier() override { return refuse(); }
+  std::unique_ptr<Pending> launch_barrier(Stream&) override { return refuse(); }
 
  private:
   std::unique_ptr<Pending> refuse() const {

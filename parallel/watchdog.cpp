@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <utility>
 
@@ -14,6 +15,8 @@ void print_and_exit(const std::string& line) {
   std::fflush(stderr);
   _exit(kStatusRankFailed);
 }
+
+constexpr std::chrono::milliseconds kBetweenLooks{100};
 
 std::string seconds_text(double seconds) {
   char text[32];
@@ -43,25 +46,57 @@ void Watchdog::set_step(int64_t step) {
   step_ = step;
 }
 
+void Watchdog::add(Source& source) {
+  {
+    const std::lock_guard lock(mutex_);
+    sources_.push_back(&source);
+  }
+  changed_.notify_all();
+}
+
+void Watchdog::remove(Source& source) {
+  const std::lock_guard lock(mutex_);
+  std::erase(sources_, &source);
+}
+
 void Watchdog::run() {
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    if (depth_ == 0) {
+    if (depth_ == 0 && sources_.empty()) {
       changed_.wait(lock);
       continue;
     }
-    const Clock::time_point deadline = deadline_;
-    changed_.wait_until(lock, deadline);
-    if (stopping_ || depth_ == 0 || deadline_ != deadline || Clock::now() < deadline) continue;
-    const std::string line = "rank " + std::to_string(rank_) + ": " + operation_ + " on axis " + axis_ + " at step " +
-                             std::to_string(step_) +
-                             " did not finish within parallel.timeout_s = " + seconds_text(timeout_.count()) +
-                             " s: another rank has failed, or is slower than that";
+    Clock::time_point wake = Clock::now() + kBetweenLooks;
+    if (depth_ > 0) wake = sources_.empty() ? deadline_ : std::min(wake, deadline_);
+    changed_.wait_until(lock, wake);
+    if (stopping_) return;
+    const std::string line = line_of_first_failure();
+    if (line.empty()) continue;
     depth_ = 0;
+    sources_.clear();
     lock.unlock();
     expired_(line);
     lock.lock();
   }
+}
+
+std::string Watchdog::line_of(const char* operation, const std::string& axis, const std::string& failure) const {
+  const std::string what =
+      "rank " + std::to_string(rank_) + ": " + operation + " on axis " + axis + " at step " + std::to_string(step_);
+  if (!failure.empty()) return what + " failed: " + failure;
+  return what + " did not finish within parallel.timeout_s = " + seconds_text(timeout_.count()) +
+         " s: another rank has failed, or is slower than that";
+}
+
+std::string Watchdog::line_of_first_failure() {
+  const Clock::time_point now = Clock::now();
+  if (depth_ > 0 && now >= deadline_) return line_of(operation_.c_str(), axis_, {});
+  for (Source* source : sources_) {
+    const std::optional<Source::Oldest> oldest = source->oldest();
+    if (oldest && (!oldest->failure.empty() || now - oldest->since >= timeout_))
+      return line_of(oldest->operation, source->axis_name(), oldest->failure);
+  }
+  return {};
 }
 
 Watchdog::Guard::Guard(Watchdog& watchdog, const char* operation, const std::string& axis) : watchdog_(watchdog) {

@@ -1,5 +1,5 @@
-// Watchdog: ends the process when a collective does not finish in time, whatever it is stuck in. A job whose rank died,
-// or whose network was cut, must not hang.
+// Watchdog: ends the process when a collective does not finish in time, or fails, whatever it is stuck in. A job whose
+// rank died, or whose network was cut, must not hang.
 #pragma once
 
 #include <chrono>
@@ -7,8 +7,10 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace palimpsest {
 
@@ -42,8 +44,26 @@ class Watchdog {
     Watchdog& watchdog_;
   };
 
+  // Collectives that no call of this process waits in, such as a GPU's. The watchdog looks at them many times a second.
+  class Source {
+   public:
+    virtual ~Source() = default;
+    struct Oldest {
+      const char* operation;    // a literal
+      Clock::time_point since;  // it is the oldest that is not done
+      std::string failure;      // why it never will be; empty while all is well
+    };
+    // Called on the watchdog's thread. None while nothing is under way.
+    virtual std::optional<Oldest> oldest() = 0;
+    virtual const std::string& axis_name() const = 0;
+  };
+  void add(Source& source);
+  void remove(Source& source);  // it is not looked at any more when this returns
+
  private:
   void run();
+  std::string line_of(const char* operation, const std::string& axis, const std::string& failure) const;
+  std::string line_of_first_failure();
 
   const int64_t rank_;
   const std::chrono::duration<double> timeout_;
@@ -56,6 +76,7 @@ class Watchdog {
   int depth_ = 0;  // guards alive; the outermost one counts
   Clock::time_point deadline_;
   std::string operation_, axis_;
+  std::vector<Source*> sources_;
   int64_t step_ = 0;
 
   std::thread thread_;  // last: starts when all else is there

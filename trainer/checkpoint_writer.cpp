@@ -178,10 +178,9 @@ void CheckpointWriter::save(CheckpointHeader header) {
   });
   if (snapshot_) {
     for (size_t i = 0; i < blocks_.size(); ++i) {
-      HostCopy values(blocks_[i].tensor);
-      const Tensor &live = values.fetch().tensor(), &copy = (*snapshot_)[i].tensor;
+      const Tensor &live = blocks_[i].tensor, &copy = (*snapshot_)[i].tensor;
       CHECK(copy.shape() == live.shape(), "a snapshot of other blocks");
-      std::memcpy(copy.raw(), live.raw(), static_cast<size_t>(live.bytes()));
+      copy_to_host(copy, live);
     }
   }
   phase_ = Phase::kWriting;

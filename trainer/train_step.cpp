@@ -78,22 +78,29 @@ StepResult TrainStep::finish(double lr) {
   prepare_step(context_.stream, control_, options_.grad_clip.value_or(0.0));
   update_parameters(lr);
   update_selection_biases();
+  if (context_.stream.is_planning()) {
+    context_.hooks->values_changed(context_);
+    return {};
+  }
   // The one time in a step that the host waits for a GPU.
-  HostCopy control(control_);
-  const bool planning = context_.stream.is_planning();
-  const bool applied = planning || control.fetch().tensor().data<double>()[kFinite] != 0.0;
+  const StepResult result = result_of_step();
   // After a skipped step every rank keeps what it has, so that a bad number can be found where it arose.
-  if (applied) context_.hooks->values_changed(context_);
-  if (planning) return {};
+  if (result.applied) context_.hooks->values_changed(context_);
+  return result;
+}
+
+StepResult TrainStep::result_of_step() const {
   const auto number = [](const Tensor& tensor) { return HostCopy(tensor).fetch().tensor().data<double>()[0]; };
   // The sign of a NaN says nothing, and would print.
   const auto unsigned_nan = [](double value) {
     return std::isnan(value) ? std::numeric_limits<double>::quiet_NaN() : value;
   };
+  HostCopy control(control_);
+  const double* numbers = control.fetch().tensor().data<double>();
   return {.loss = unsigned_nan(number(loss_sum_) * loss_options_.grad_scale),
           .z_loss = unsigned_nan(number(z_sum_) * loss_options_.grad_scale),
-          .grad_norm = unsigned_nan(std::sqrt(control.tensor().data<double>()[kNormSquared])),
-          .applied = applied,
+          .grad_norm = unsigned_nan(std::sqrt(numbers[kNormSquared])),
+          .applied = numbers[kFinite] != 0.0,
           .experts = expert_use()};
 }
 

@@ -69,6 +69,7 @@ class TrainStep {
   void accumulate_norm();
   void update_parameters(double lr);
   void update_selection_biases();
+  StepResult result_of_step() const;
   std::vector<ExpertUse> expert_use() const;
 
   const LanguageModel& model_;

@@ -78,6 +78,8 @@ void Trainer::prepare_saves(const RunStart& start) {
   if (config_.checkpoint.background) {
     snapshot_.emplace("checkpoint snapshot", Device::kCpu, setup_.snapshot_bytes());
     copy = allocate_snapshot(blocks, *snapshot_);
+    if (setup_.bench().device() == Device::kCuda && !copy->empty())
+      pinned_snapshot_.emplace(copy->front().tensor.raw(), snapshot_->used());
   }
   writer_.emplace(SavePolicy{checkpoint_path(config_), config_.checkpoint.keep_last, config_.checkpoint.keep_every},
                   std::move(blocks), std::move(copy), world);

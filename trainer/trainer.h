@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/arena.h"
+#include "kernels/device.h"
 #include "trainer/checkpoint_writer.h"
 #include "trainer/console.h"
 #include "trainer/metrics.h"
@@ -68,6 +69,7 @@ class Trainer {
   std::string last_non_finite_;  // what made the last skipped step bad
   std::optional<TrainStep> step_;
   std::optional<Arena> snapshot_;
+  std::optional<PinnedRange> pinned_snapshot_;  // of a GPU's values
   std::optional<CheckpointWriter> writer_;
   std::optional<MetricsLog> metrics_log_;
   std::optional<TensorBoardLog> tensorboard_;

@@ -15,9 +15,8 @@ Workbench::Workbench(const Config& config, const Mesh& mesh)
       model_(config.model, registry_),
       values_(registry_) {
   set_threads(config);
-  if (device_ == Device::kCpu) return;
-  if (mesh.world().size() > 1) throw_user_error("device is cuda, and several ranks train on the CPU alone so far");
-  use_gpu(mesh.world().rank());
+  // Of several ranks each has taken its own before the mesh was made.
+  if (device_ == Device::kCuda && mesh.world().size() == 1) use_gpu(0);
 }
 
 RegionBytes Workbench::rehearse_training(const BatchLimits& limits, const TrainStepOptions& options) {

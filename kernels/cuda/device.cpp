@@ -22,6 +22,18 @@ void throw_cublas_failure(const char* file, int line, const char* expression, cu
 
 }  // namespace cuda
 
+namespace {
+
+// A thread begins on GPU 0; what is waited for here, and copied next, is where the tensor lies.
+void wait_for_gpu_of(const Tensor& tensor) {
+  cudaPointerAttributes attributes = {};
+  CUDA_CHECK(cudaPointerGetAttributes(&attributes, tensor.raw()));
+  CUDA_CHECK(cudaSetDevice(attributes.device));
+  CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+}  // namespace
+
 int num_gpus() {
   int count = 0;
   // Without a driver or a GPU this call fails, which is an answer.
@@ -43,9 +55,12 @@ GpuProperties gpu_properties() {
   cudaDeviceProp properties = {};
   CUDA_CHECK(cudaGetDevice(&device));
   CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+  char bus_id[32] = {};
+  CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), device));
   size_t free_bytes = 0, total_bytes = 0;
   CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
   return {.name = properties.name,
+          .bus_id = bus_id,
           .major = properties.major,
           .minor = properties.minor,
           .num_multiprocessors = properties.multiProcessorCount,
@@ -73,16 +88,35 @@ void transfer(const Stream& stream, const Tensor& to, const Tensor& from) {
   if (to.device() == Device::kCpu) CUDA_CHECK(cudaStreamSynchronize(cuda::queue_of(stream)));
 }
 
+void copy_to_host(const Tensor& to, const Tensor& from) {
+  CHECK(to.dtype() == from.dtype() && to.numel() == from.numel(), "copy of ", from.str(), " to ", to.str());
+  check_contiguous("to", to);
+  check_contiguous("from", from);
+  if (from.numel() == 0) return;
+  if (from.device() == Device::kCpu) {
+    std::memcpy(to.raw(), from.raw(), static_cast<size_t>(from.bytes()));
+    return;
+  }
+  wait_for_gpu_of(from);
+  CUDA_CHECK(cudaMemcpy(to.raw(), from.raw(), static_cast<size_t>(from.bytes()), cudaMemcpyDeviceToHost));
+}
+
+PinnedRange::PinnedRange(void* begin, int64_t bytes) : begin_(begin) {
+  CUDA_CHECK(cudaHostRegister(begin, static_cast<size_t>(bytes), cudaHostRegisterDefault));
+}
+
+PinnedRange::~PinnedRange() {
+  cudaHostUnregister(begin_);
+}
+
 HostCopy& HostCopy::fetch() {
-  if (memory_.empty()) return *this;
-  CUDA_CHECK(cudaDeviceSynchronize());
-  CUDA_CHECK(cudaMemcpy(memory_.data(), original_.raw(), memory_.size(), cudaMemcpyDeviceToHost));
+  if (!memory_.empty()) copy_to_host(tensor_, original_);
   return *this;
 }
 
 void HostCopy::store() const {
   if (memory_.empty()) return;
-  CUDA_CHECK(cudaDeviceSynchronize());
+  wait_for_gpu_of(original_);
   CUDA_CHECK(cudaMemcpy(original_.raw(), memory_.data(), memory_.size(), cudaMemcpyHostToDevice));
   CUDA_CHECK(cudaDeviceSynchronize());  // the stream of later work does not wait for this copy by itself
 }

@@ -37,6 +37,14 @@ void transfer(const Stream& stream, const Tensor& to, const Tensor& from) {
   if (to.numel() > 0 && !stream.is_planning()) std::memcpy(to.raw(), from.raw(), static_cast<size_t>(from.bytes()));
 }
 
+void copy_to_host(const Tensor& to, const Tensor& from) {
+  CHECK(to.dtype() == from.dtype() && to.numel() == from.numel(), "copy of ", from.str(), " to ", to.str());
+  std::memcpy(to.raw(), from.raw(), static_cast<size_t>(from.bytes()));
+}
+
+PinnedRange::PinnedRange(void* begin, int64_t) : begin_(begin) {}
+PinnedRange::~PinnedRange() = default;
+
 HostCopy& HostCopy::fetch() {
   return *this;
 }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/device.h"
 #include "tests/mpi/mesh_run.h"
 #include "tests/mpi/world.h"
 #include "tests/support/tensors.h"
@@ -17,6 +18,10 @@ namespace {
 
 using mpi_test::MeshRun;
 using mpi_test::SharedBatch;
+
+std::vector<double> values_here(const Tensor& tensor) {
+  return support::values_of(HostCopy(tensor).fetch().tensor());
+}
 
 constexpr auto kZigzag = SequenceLayout::kZigzag;
 constexpr double kLr = 4096.0;  // so that f32 updates stand well above the rounding of the weights they are read from
@@ -32,11 +37,11 @@ struct Outcome {
 Outcome one_step(MeshRun& run, const SharedBatch& batch) {
   Outcome outcome;
   for (const Parameter& parameter : run.registry().parameters())
-    outcome.updates[parameter.spec.name] = support::values_of(parameter.value_shard);
+    outcome.updates[parameter.spec.name] = values_here(parameter.value_shard);
   outcome.result = run.step().run(batch.micro_batches(), batch.num_targets(), kLr);
   for (const Parameter& parameter : run.registry().parameters()) {
     std::vector<double>& update = outcome.updates[parameter.spec.name];
-    const std::vector<double> after = support::values_of(parameter.value_shard);
+    const std::vector<double> after = values_here(parameter.value_shard);
     for (size_t i = 0; i < update.size(); ++i) update[i] = after[i] - update[i];
   }
   return outcome;
@@ -47,22 +52,24 @@ struct Layout {
   int64_t zero;
   DType dtype;
   int64_t micro_batches = 2;  // on each data rank
+  Device device = Device::kCpu;
 };
 
 class Grid : public testing::TestWithParam<Layout> {};
 
 TEST_P(Grid, EveryUpdateEqualsOneRanks) {
-  const auto [shape, zero, dtype, count] = GetParam();
+  const auto [shape, zero, dtype, count, device] = GetParam();
   if (mpi_test::world().world_size() < shape.ranks()) GTEST_SKIP() << "needs " << shape.ranks() << " ranks";
-  const auto mesh = mpi_test::world().make_mesh(shape, mpi_test::world_watchdog());
+  if (device == Device::kCuda && !mpi_test::take_own_gpu()) GTEST_SKIP() << "there are fewer GPUs than ranks";
+  const auto mesh = mpi_test::world().make_mesh(shape, mpi_test::world_watchdog(), device);
   if (!mesh) return;  // this rank is not in the mesh
 
   ModelConfig config = mpi_test::grouped_hybrid();
   // Rounding of f32 grows with depth, up to the limit with five layers even between two runs of one rank.
   if (dtype == DType::kF32) config.num_layers = 4;
   const TrainStepOptions options = {.z_loss = 1e-3, .grad_clip = 0.05, .update = UpdateRule::kSgd};
-  MeshRun one(config, Mesh::single(), dtype, options, SharedBatch::kMaxTokens);
-  MeshRun split(config, *mesh, dtype, options, SharedBatch::kMaxTokens, zero);
+  MeshRun one(config, Mesh::single(), dtype, options, SharedBatch::kMaxTokens, 1, device);
+  MeshRun split(config, *mesh, dtype, options, SharedBatch::kMaxTokens, zero, device);
   const Outcome expected = one_step(one, SharedBatch(config.vocab_size, 1, Mesh::single(), 3));
   const Outcome got = one_step(split, SharedBatch(config.vocab_size, 1, *mesh, count));
 
@@ -87,12 +94,13 @@ TEST_P(Grid, EveryUpdateEqualsOneRanks) {
     // With a low level of zero everybody has everything, and the same.
     if (zero < 3) {
       const double all =
-          mpi_test::block_error(parameter, parameter.value, one.registry().find(parameter.spec.name)->value);
+          mpi_test::block_error(parameter, HostCopy(parameter.value).fetch().tensor(),
+                                HostCopy(one.registry().find(parameter.spec.name)->value).fetch().tensor());
       EXPECT_LE(all, 10 * limit) << parameter.spec.name;
     }
   }
   if (mesh->world().rank() == 0)
-    std::printf("data %ld, sequence %ld%s, tensor %ld, zero %ld, %s: worst update %s, %.1e\n",
+    std::printf("%s: data %ld, sequence %ld%s, tensor %ld, zero %ld, %s: worst update %s, %.1e\n", name_of(device),
                 static_cast<long>(shape.data), static_cast<long>(shape.sequence),
                 shape.layout == kZigzag ? " zig-zag" : "", static_cast<long>(shape.tensor), static_cast<long>(zero),
                 name_of(dtype), worst_name.c_str(), worst);
@@ -116,14 +124,28 @@ std::vector<Layout> layouts() {
   return all;
 }
 
+std::vector<Layout> gpu_layouts() {
+  std::vector<Layout> all;
+  for (const MeshShape& shape :
+       {MeshShape{2, 1, 1}, MeshShape{1, 1, 2}, MeshShape{1, 2, 1}, MeshShape{1, 2, 1, kZigzag}}) {
+    for (const int64_t zero : {1, 2, 3}) {
+      if (zero > 1 && shape.data * shape.sequence == 1) continue;
+      all.push_back({shape, zero, DType::kF32, 2, Device::kCuda});
+    }
+  }
+  return all;
+}
+
 std::string name_of_case(const testing::TestParamInfo<Layout>& info) {
-  const auto& [shape, zero, dtype, count] = info.param;
+  const auto& [shape, zero, dtype, count, device] = info.param;
   return "data" + std::to_string(shape.data) + "_sequence" + std::to_string(shape.sequence) +
          (shape.layout == kZigzag ? "zigzag" : "") + "_tensor" + std::to_string(shape.tensor) + "_zero" +
-         std::to_string(zero) + "_" + name_of(dtype) + "_micro" + std::to_string(count);
+         std::to_string(zero) + "_" + name_of(dtype) + "_micro" + std::to_string(count) +
+         (device == Device::kCuda ? "_cuda" : "");
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, Grid, testing::ValuesIn(layouts()), name_of_case);
+INSTANTIATE_TEST_SUITE_P(Gpus, Grid, testing::ValuesIn(gpu_layouts()), name_of_case);
 
 }  // namespace
 }  // namespace palimpsest

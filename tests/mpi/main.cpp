@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 
+#include "kernels/device.h"
 #include "parallel/mpi_session.h"
 #include "tests/mpi/world.h"
 
@@ -36,6 +37,11 @@ MpiSession& world() {
 }
 Watchdog& world_watchdog() {
   return *watchdog;
+}
+bool take_own_gpu() {
+  if (num_gpus() < session->world_size()) return false;
+  use_gpu(session->local_rank());
+  return true;
 }
 
 }  // namespace palimpsest::mpi_test

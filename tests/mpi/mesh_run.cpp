@@ -38,7 +38,7 @@ ModelConfig grouped_hybrid() {
 }
 
 MeshRun::MeshRun(const ModelConfig& config, const Mesh& mesh, DType dtype, const TrainStepOptions& options,
-                 int64_t max_tokens, int64_t zero)
+                 int64_t max_tokens, int64_t zero, Device device)
     : mesh_(mesh),
       dtype_(dtype),
       registry_({.rank = mesh.tensor().rank(), .size = mesh.tensor().size()},
@@ -54,7 +54,7 @@ MeshRun::MeshRun(const ModelConfig& config, const Mesh& mesh, DType dtype, const
         .sequence = {.documents = Documents::rows(max_tokens / document_length, document_length), .positions = tokens}};
     return LocalInput(whole, cut, mesh.sequence().rank());
   };
-  Regions planned = Regions::planning(Device::kCpu);
+  Regions planned = Regions::planning(device);
   const auto bind = [&](Regions& regions, Stream& stream) {
     registry_.bind(dtype, ParameterUse::kTraining, regions.parameters, regions.gradients, regions.optimizer);
     values_.emplace(registry_);
@@ -65,7 +65,7 @@ MeshRun::MeshRun(const ModelConfig& config, const Mesh& mesh, DType dtype, const
         regions.optimizer, options);
   };
   {
-    Stream stream(Device::kCpu, planned.scratch);
+    Stream stream(device, planned.scratch);
     bind(planned, stream);
     for (const int64_t document_length : {max_tokens, int64_t{1}}) {
       const LocalInput batch = input(document_length);
@@ -79,8 +79,8 @@ MeshRun::MeshRun(const ModelConfig& config, const Mesh& mesh, DType dtype, const
         context, batch.input(),
         planned.activations.allocate(dtype, {cut.num_tokens(mesh.sequence().rank()), config.vocab_size}));
   }
-  regions_.emplace(Device::kCpu, planned.peaks());
-  stream_.emplace(Device::kCpu, regions_->scratch);
+  regions_.emplace(device, planned.peaks());
+  stream_.emplace(device, regions_->scratch);
   bind(*regions_, *stream_);
   registry_.initialize(7, 0.1);
   registry_.zero_optimizer(*stream_);

@@ -20,7 +20,7 @@ class MeshRun {
  public:
   // Initial weights are those of one rank, whatever the mesh. max_tokens: of one micro-batch.
   MeshRun(const ModelConfig& config, const Mesh& mesh, DType dtype, const TrainStepOptions& options, int64_t max_tokens,
-          int64_t zero = 1);
+          int64_t zero = 1, Device device = Device::kCpu);
 
   ParameterRegistry& registry() { return registry_; }
   const LanguageModel& model() const { return model_; }

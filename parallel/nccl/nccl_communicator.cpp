@@ -1,0 +1,166 @@
+#include "parallel/nccl_communicator.h"
+
+#include <nccl.h>
+
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "kernels/cuda/engine.h"
+#include "parallel/agreement.h"
+#include "parallel/mpi_communicator.h"
+#include "parallel/nccl/collective_queue.h"
+
+namespace palimpsest {
+
+namespace {
+
+[[noreturn]] void throw_nccl_failure(const char* file, int line, const char* expression, ncclResult_t result,
+                                     ncclComm_t comm) {
+  detail::throw_check_failure(file, line, expression,
+                              detail::concatenate(ncclGetErrorString(result), ": ", ncclGetLastError(comm)));
+}
+
+#define NCCL_CHECK(comm, call)                                                                                    \
+  do {                                                                                                            \
+    const ncclResult_t nccl_check_result = (call);                                                                \
+    if (nccl_check_result != ncclSuccess) throw_nccl_failure(__FILE__, __LINE__, #call, nccl_check_result, comm); \
+  } while (false)
+
+class NcclPending : public Pending {
+ public:
+  NcclPending(CollectiveQueue& queue, int64_t number, cudaStream_t caller)
+      : queue_(queue), number_(number), caller_(caller) {}
+  void wait() override { queue_.wait(number_, caller_); }
+
+ private:
+  CollectiveQueue& queue_;
+  int64_t number_;
+  cudaStream_t caller_;
+};
+
+ncclDataType_t nccl_type(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return ncclFloat32;
+    case DType::kF64:
+      return ncclFloat64;
+    case DType::kBF16:
+      return ncclBfloat16;
+    case DType::kI32:
+      return ncclInt32;
+    case DType::kI64:
+      return ncclInt64;
+    case DType::kU8:
+      break;
+  }
+  CHECK(false, "NCCL does not reduce ", name_of(dtype));
+  return ncclUint8;
+}
+
+size_t count_of(const Tensor& tensor) {
+  return static_cast<size_t>(tensor.numel());
+}
+size_t bytes_of(const Tensor& tensor) {
+  return static_cast<size_t>(tensor.bytes());
+}
+
+class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
+ public:
+  NcclCommunicator(std::string axis, MPI_Comm comm, Watchdog& watchdog)
+      : MpiCommunicator(std::move(axis), comm, watchdog) {
+    const Watchdog::Guard guard(watchdog, "the start of NCCL", this->axis());
+    ncclUniqueId id = {};
+    if (rank() == 0) NCCL_CHECK(nullptr, ncclGetUniqueId(&id));
+    const std::string bytes = broadcast_text(*this, std::string(id.internal, sizeof(id.internal)));
+    std::memcpy(id.internal, bytes.data(), sizeof(id.internal));
+    NCCL_CHECK(nullptr, ncclCommInitRank(&nccl_, static_cast<int>(size()), id, static_cast<int>(rank())));
+    watchdog.add(*this);
+  }
+
+  // The end in good order waits for the other ranks, which are not there when something failed.
+  ~NcclCommunicator() override {
+    watchdog().remove(*this);
+    const Watchdog::Guard guard(watchdog(), "the end of NCCL", axis());
+    if (std::uncaught_exceptions() == 0 && queue_.drain())
+      ncclCommDestroy(nccl_);
+    else
+      ncclCommAbort(nccl_);
+  }
+
+ protected:
+  std::unique_ptr<Pending> launch_all_reduce(Stream& stream, const Tensor& x, ReduceOp op) override {
+    if (x.device() == Device::kCpu) return MpiCommunicator::launch_all_reduce(stream, x, op);
+    return start("all_reduce", stream, [&](cudaStream_t queue) {
+      return ncclAllReduce(x.raw(), x.raw(), count_of(x), nccl_type(x.dtype()),
+                           op == ReduceOp::kSum ? ncclSum : ncclMax, nccl_, queue);
+    });
+  }
+
+  std::unique_ptr<Pending> launch_all_gather(Stream& stream, const Tensor& out, const Tensor& in) override {
+    if (out.device() == Device::kCpu) return MpiCommunicator::launch_all_gather(stream, out, in);
+    return start("all_gather", stream, [&](cudaStream_t queue) {
+      return ncclAllGather(in.raw(), out.raw(), bytes_of(in), ncclUint8, nccl_, queue);
+    });
+  }
+
+  std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, const Tensor& out, const Tensor& in) override {
+    if (out.device() == Device::kCpu) return MpiCommunicator::launch_reduce_scatter(stream, out, in);
+    return start("reduce_scatter", stream, [&](cudaStream_t queue) {
+      return ncclReduceScatter(in.raw(), out.raw(), count_of(out), nccl_type(out.dtype()), ncclSum, nccl_, queue);
+    });
+  }
+
+  std::unique_ptr<Pending> launch_broadcast(Stream& stream, const Tensor& x, int64_t root) override {
+    if (x.device() == Device::kCpu) return MpiCommunicator::launch_broadcast(stream, x, root);
+    return start("broadcast", stream, [&](cudaStream_t queue) {
+      return ncclBroadcast(x.raw(), x.raw(), bytes_of(x), ncclUint8, static_cast<int>(root), nccl_, queue);
+    });
+  }
+
+  std::unique_ptr<Pending> launch_send_receive(Stream& stream, const Tensor& out, int64_t to, const Tensor& in,
+                                               int64_t from) override {
+    if ((to >= 0 ? out : in).device() == Device::kCpu)
+      return MpiCommunicator::launch_send_receive(stream, out, to, in, from);
+    if (to >= 0) check_contiguous("send", out);
+    if (from >= 0) check_contiguous("receive", in);
+    return start("send_receive", stream, [&](cudaStream_t queue) {
+      NCCL_CHECK(nccl_, ncclGroupStart());
+      if (to >= 0) NCCL_CHECK(nccl_, ncclSend(out.raw(), bytes_of(out), ncclUint8, static_cast<int>(to), nccl_, queue));
+      if (from >= 0)
+        NCCL_CHECK(nccl_, ncclRecv(in.raw(), bytes_of(in), ncclUint8, static_cast<int>(from), nccl_, queue));
+      return ncclGroupEnd();
+    });
+  }
+
+ private:
+  // The first use of a connection waits for the other rank in the call itself.
+  template <class Launch>
+  std::unique_ptr<Pending> start(const char* operation, Stream& stream, Launch&& launch) {
+    const Watchdog::Guard guard(watchdog(), operation, axis());
+    const cudaStream_t caller = cuda::queue_of(stream);
+    const int64_t number =
+        queue_.start(operation, caller, [&](cudaStream_t queue) { NCCL_CHECK(nccl_, launch(queue)); });
+    return std::make_unique<NcclPending>(queue_, number, caller);
+  }
+
+  std::optional<Oldest> oldest() override {
+    std::optional<Oldest> oldest = queue_.oldest();
+    ncclResult_t state = ncclSuccess;
+    if (oldest && (ncclCommGetAsyncError(nccl_, &state) != ncclSuccess || state != ncclSuccess))
+      oldest->failure = detail::concatenate(ncclGetErrorString(state), ": ", ncclGetLastError(nccl_));
+    return oldest;
+  }
+  const std::string& axis_name() const override { return axis(); }
+
+  CollectiveQueue queue_;
+  ncclComm_t nccl_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_nccl_communicator(std::string axis, MPI_Comm comm, Watchdog& watchdog) {
+  return std::make_unique<NcclCommunicator>(std::move(axis), comm, watchdog);
+}
+
+}  // namespace palimpsest

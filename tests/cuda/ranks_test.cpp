@@ -1,0 +1,190 @@
+// The program on many GPUs of this machine, a rank each: against one GPU, against the CPU, and when a rank fails.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "data/file_ops.h"
+#include "kernels/device.h"
+#include "tests/support/run_on_ranks.h"
+#include "trainer/checkpoint_folder.h"
+#include "trainer/run_setup.h"
+
+namespace palimpsest {
+namespace {
+
+using support::descendants;
+using support::on_ranks;
+using support::ProgramResult;
+using support::run_command_line;
+using support::RunningProgram;
+
+class ManyGpus : public support::RunOnRanks {
+ protected:
+  ManyGpus() {
+    config_.device = DeviceChoice::kCuda;
+    config_.train.steps = 20;
+    config_.optimizer.lr = 1e-3;
+    write_config();
+  }
+  void SetUp() override {
+    if (num_gpus() < 2) GTEST_SKIP() << "there are fewer than 2 GPUs";
+  }
+
+  // Losses of a run in a folder of its own; `steps` of them at most.
+  std::vector<double> losses_of(const std::string& name, int ranks, std::vector<std::string> words) {
+    Config config = config_;
+    config.run.dir = root_ / name;
+    words.insert(words.begin(), {"train", file_, "run.dir=" + config.run.dir});
+    const ProgramResult result = run_command_line(on_ranks(ranks, words));
+    EXPECT_EQ(result.exit_code, 0) << name << ": " << result.err;
+    std::vector<double> losses;
+    for (const auto& line : support::metrics_of(config)) losses.push_back(line["loss"]);
+    return losses;
+  }
+  static void expect_close(const std::vector<double>& got, const std::vector<double>& expected, double limit,
+                           const std::string& name) {
+    ASSERT_EQ(got.size(), expected.size()) << name;
+    double worst = 0;
+    for (size_t i = 0; i < got.size(); ++i) worst = std::max(worst, std::abs(got[i] - expected[i]) / expected[i]);
+    EXPECT_LE(worst, limit) << name;
+    std::printf("%s: worst loss %.1e\n", name.c_str(), worst);
+  }
+};
+
+TEST_F(ManyGpus, EveryLayoutTrainsAsOneGpuDoes) {
+  const std::vector<double> one = losses_of("one", 1, {});
+  ASSERT_EQ(one.size(), 20u);
+  EXPECT_LT(one.back(), one.front());
+  const std::vector<std::vector<std::string>> layouts = {{},
+                                                         {"parallel.zero=2"},
+                                                         {"parallel.zero=3"},
+                                                         {"parallel.tensor=2"},
+                                                         {"parallel.sequence=2"},
+                                                         {"parallel.sequence=2", "parallel.sequence_layout=zigzag"}};
+  for (const auto& words : layouts) {
+    std::string name = "data";
+    for (const std::string& word : words) name += "_" + word;
+    expect_close(losses_of(name, 2, words), one, 1e-5, name);
+  }
+}
+
+TEST_F(ManyGpus, TheSameSeedTwiceIsBitIdentical) {
+  Config first = config_, second = config_;
+  first.run.dir = root_ / "first";
+  second.run.dir = root_ / "second";
+  for (const std::string& words : {std::string("parallel.zero=1"), std::string("parallel.tensor=2")}) {
+    for (const Config& config : {first, second}) {
+      if (path_exists(config.run.dir)) remove_tree(config.run.dir);
+      ASSERT_EQ(losses_of(std::filesystem::path(config.run.dir).filename(), 2, {words}).size(), 20u);
+    }
+    EXPECT_EQ(support::results_of(first), support::results_of(second)) << words;
+    for (const char* rank : {"/rank-00000-of-00002.h5", "/rank-00001-of-00002.h5"}) {
+      const std::string file = "/" + checkpoint_name(20) + rank;
+      EXPECT_EQ(read_file(checkpoint_path(first) + file), read_file(checkpoint_path(second) + file)) << words;
+    }
+  }
+}
+
+// A CPU's checkpoint goes on on two GPUs, in another layout there, on one, and on the CPU again. Saves in the
+// background.
+TEST_F(ManyGpus, CheckpointsGoFromCpuToGpusAndBack) {
+  const std::vector<double> straight = losses_of("straight", 1, {"device=cpu"});
+  ASSERT_EQ(straight.size(), 20u);
+  std::vector<double> changing;
+  const std::string background = "checkpoint.background=true";
+  losses_of("changing", 1, {background, "train.steps=4", "device=cpu"});
+  losses_of("changing", 2, {background, "train.steps=8", "parallel.zero=3"});
+  losses_of("changing", 2, {background, "train.steps=12", "parallel.tensor=2"});
+  losses_of("changing", 1, {background, "train.steps=16"});
+  expect_close(losses_of("changing", 2, {background, "device=cpu"}), straight, 1e-4, "changing");
+}
+
+TEST_F(ManyGpus, EvaluateAlikeInEveryLayout) {
+  losses_of("run", 1, {});
+  const auto summary_of = [&](int ranks, const std::string& word) {
+    const std::string json = root_ / "eval.json";
+    const ProgramResult result =
+        run_command_line(on_ranks(ranks, {"eval", file_, "run.dir=" + (root_ / "run"), "--json", json, word}));
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    return nlohmann::json::parse(read_file(json));
+  };
+  const auto one = summary_of(1, "parallel.data=1");
+  for (const char* word : {"parallel.data=2", "parallel.tensor=2", "parallel.sequence=2", "parallel.zero=3"}) {
+    const auto got = summary_of(2, word);
+    EXPECT_EQ(got["tokens"], one["tokens"]) << word;
+    EXPECT_NEAR(got["loss"].get<double>(), one["loss"].get<double>(), 1e-5) << word;
+  }
+}
+
+class FailingGpuRank : public ManyGpus {
+ protected:
+  static constexpr double kSecondsToEnd = 60;
+
+  FailingGpuRank() {
+    config_.train.steps = 100000000;
+    write_config();
+  }
+
+  // What the job says when `harm` is done to it while it trains.
+  template <class Harm>
+  ProgramResult after(std::vector<std::string> command_line, Harm&& harm) {
+    RunningProgram program = RunningProgram::of_command_line(std::move(command_line));
+    support::wait_for_steps(config_, 3);
+    const std::vector<int> processes = descendants(program.pid());
+    harm(program.pid());
+    const auto begin = std::chrono::steady_clock::now();
+    ProgramResult result = program.wait();
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    EXPECT_LT(seconds, kSecondsToEnd);
+    EXPECT_NE(result.exit_code, 0);
+    std::printf("ended after %.1f s: %s\n", seconds, result.err.c_str());
+    return result;
+  }
+};
+
+TEST_F(FailingGpuRank, AKilledRankEndsTheJob) {
+  const ProgramResult result =
+      after(on_ranks(2, {"train", file_}), [](int launcher) { ::kill(support::pid_of_rank(launcher, 1), SIGKILL); });
+  EXPECT_NE(result.err.find("rank 1"), std::string::npos) << result.err;
+}
+
+TEST_F(FailingGpuRank, ARankThatHangsEndsTheJobAtTheDeadline) {
+  const ProgramResult result = after(on_ranks(2, {"train", file_, "parallel.timeout_s=4"}),
+                                     [](int launcher) { ::kill(support::pid_of_rank(launcher, 1), SIGSTOP); });
+  EXPECT_EQ(result.exit_code, 3) << result.err;
+  EXPECT_NE(result.err.find("rank 0: "), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find("did not finish within parallel.timeout_s = 4 s"), std::string::npos) << result.err;
+}
+
+TEST_F(FailingGpuRank, ARankThatThrowsEndsTheJobWithItsCause) {
+  for (const char* folder : {"here", "there"}) {
+    create_directories(root_ / (std::string(folder) + "/shards"));
+    for (int i = 0; i < 80; ++i)
+      std::filesystem::copy(root_ / "shards/tokens-00000.h5",
+                            root_ / (std::string(folder) + "/shards/" + std::to_string(100 + i) + ".h5"));
+  }
+  const std::vector<std::string> arguments = {"train", file_, "data.train=shards"};
+  std::vector<std::string> words = mixed_ranks(arguments, arguments);
+  support::run_in_folders(words, root_ / "here", root_ / "there");
+  const ProgramResult result = after(words, [&](int) { remove_tree(root_ / "there/shards"); });
+  EXPECT_EQ(result.exit_code, 3) << result.err;
+  EXPECT_NE(result.err.find("error: rank 1 on "), std::string::npos) << result.err;
+}
+
+class CrowdedGpus : public support::RunOnRanks {};
+
+TEST_F(CrowdedGpus, MoreRanksThanGpusAreAnErrorOfOneLine) {
+  if (num_gpus() == 0) GTEST_SKIP() << "there is no GPU that this build can use";
+  const ProgramResult result = run_command_line(on_ranks(num_gpus() + 1, {"train", file_, "device=cuda"}));
+  EXPECT_EQ(result.exit_code, 2) << result.err;
+  EXPECT_EQ(support::count(result.err, "error: "), 1u) << result.err;
+  EXPECT_NE(result.err.find(std::to_string(num_gpus() + 1) + " ranks on "), std::string::npos) << result.err;
+}
+
+}  // namespace
+}  // namespace palimpsest

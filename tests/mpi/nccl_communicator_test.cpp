@@ -1,0 +1,143 @@
+// Every collective on the ranks' GPUs against the same on their hosts, which MPI does.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "kernels/device.h"
+#include "kernels/elementwise.h"
+#include "parallel/mesh.h"
+#include "tests/mpi/world.h"
+#include "tests/support/tensors.h"
+
+namespace palimpsest {
+namespace {
+
+using support::OwnedTensor;
+
+class NcclCommunicators : public testing::Test {
+ protected:
+  static constexpr int64_t kBytes = 64 << 20;
+
+  void SetUp() override {
+    if (!mpi_test::take_own_gpu()) GTEST_SKIP() << "there are fewer GPUs than ranks";
+    mesh_ = mpi_test::world().make_mesh({.data = mpi_test::world().world_size()}, mpi_test::world_watchdog(),
+                                        Device::kCuda);
+    memory_.emplace("tensors", Device::kCuda, kBytes);
+    scratch_.emplace("scratch", Device::kCuda, 1 << 20);
+    stream_.emplace(Device::kCuda, *scratch_);
+    host_scratch_.emplace("scratch", Device::kCpu, 1 << 20);
+    host_stream_.emplace(Device::kCpu, *host_scratch_);
+    support::fill_with_nan(*stream_, *memory_);
+  }
+
+  Communicator& world() { return mesh_->world(); }
+  // Different on every rank.
+  OwnedTensor numbers(DType dtype, Shape shape, uint64_t seed) {
+    return support::random_tensor(dtype, shape, 100 * seed + static_cast<uint64_t>(world().rank()), 10.0);
+  }
+
+  // Calls body(stream, x, y) on the host and on the GPU with the same x, and compares both results bit by bit.
+  void expect_same(const OwnedTensor& x, const OwnedTensor& y,
+                   const std::function<void(Stream&, const Tensor&, const Tensor&)>& body) {
+    const Arena::Scope scope(*memory_);
+    const OwnedTensor x_before = support::converted(x, x.tensor().dtype());
+    const Tensor x_there = x.copy_to(*stream_, *memory_), y_there = y.copy_to(*stream_, *memory_);
+    body(*host_stream_, x, y);
+    body(*stream_, x_there, y_there);
+    OwnedTensor x_back(x.tensor().dtype(), x.tensor().shape()), y_back(y.tensor().dtype(), y.tensor().shape());
+    x_back.copy_from(*stream_, x_there);
+    y_back.copy_from(*stream_, y_there);
+    EXPECT_TRUE(support::is_bit_identical(x_back, x));
+    EXPECT_TRUE(support::is_bit_identical(y_back, y));
+    EXPECT_TRUE(x_back.surroundings_untouched());
+    EXPECT_TRUE(y_back.surroundings_untouched());
+  }
+
+  std::unique_ptr<Mesh> mesh_;
+  std::optional<Arena> memory_, scratch_, host_scratch_;
+  std::optional<Stream> stream_, host_stream_;
+};
+
+TEST_F(NcclCommunicators, CollectivesGiveWhatMpiGives) {
+  const int64_t size = world().size(), last = size - 1;
+  uint64_t seed = 1;
+  for (const int64_t n : {1, 3, 1025, 100003}) {
+    for (const DType dtype : {DType::kF32, DType::kF64, DType::kI64}) {
+      const OwnedTensor none(dtype, {1});
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax})
+        expect_same(numbers(dtype, {n}, ++seed), none,
+                    [&](Stream& stream, const Tensor& x, const Tensor&) { world().all_reduce(stream, x, op); });
+    }
+    for (const DType dtype : {DType::kF32, DType::kF64})
+      expect_same(numbers(dtype, {size * n}, ++seed), OwnedTensor(dtype, {n}),
+                  [&](Stream& stream, const Tensor& x, const Tensor& y) { world().reduce_scatter(stream, y, x); });
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kI32, DType::kU8}) {
+      expect_same(numbers(dtype, {n}, ++seed), OwnedTensor(dtype, {size * n}),
+                  [&](Stream& stream, const Tensor& x, const Tensor& y) { world().all_gather(stream, y, x); });
+      expect_same(numbers(dtype, {size * n}, ++seed), OwnedTensor(dtype, {1}),
+                  [&](Stream& stream, const Tensor& x, const Tensor&) {
+                    world().all_gather(stream, x, x.rows(world().rank() * n, n));
+                  });
+      expect_same(numbers(dtype, {n}, ++seed), OwnedTensor(dtype, {1}),
+                  [&](Stream& stream, const Tensor& x, const Tensor&) { world().broadcast(stream, x, last); });
+      // Around the ring, with open ends.
+      expect_same(numbers(dtype, {n}, ++seed), OwnedTensor(dtype, {n}),
+                  [&](Stream& stream, const Tensor& x, const Tensor& y) {
+                    const int64_t rank = world().rank();
+                    world().send_receive(stream, x, rank < last ? rank + 1 : -1, y, rank - 1);
+                  });
+    }
+  }
+}
+
+TEST_F(NcclCommunicators, SumsOfBF16AreRoundedOnceWithTwoRanks) {
+  if (world().size() != 2) GTEST_SKIP() << "needs 2 ranks";
+  const int64_t n = 777;
+  const OwnedTensor x = numbers(DType::kBF16, {2 * n}, 1);
+  const Tensor there = x.copy_to(*stream_, *memory_), sum = memory_->allocate(DType::kBF16, {n});
+  world().reduce_scatter(*stream_, sum, there);
+  OwnedTensor expected = support::converted(x, DType::kF32);
+  world().all_reduce(*host_stream_, expected, ReduceOp::kSum);
+  const OwnedTensor rounded = support::converted(expected.tensor().rows(world().rank() * n, n), DType::kBF16);
+  HostCopy got(sum);
+  EXPECT_TRUE(support::is_bit_identical(got.fetch().tensor(), rounded));
+}
+
+// Work on the stream before a collective is in it, and work after wait() sees it, in whatever order they are waited
+// for.
+TEST_F(NcclCommunicators, CollectivesRunBesideTheStreamAndInItsOrder) {
+  constexpr int64_t kNumbers = 300007, kCollectives = 40;
+  std::vector<Tensor> sums;
+  std::vector<std::unique_ptr<Pending>> pending;
+  const OwnedTensor ones = support::converted(OwnedTensor(DType::kF32, {kNumbers}), DType::kF32);
+  support::fill(ones, 1.0);
+  const Tensor one = ones.copy_to(*stream_, *memory_), x = memory_->allocate(DType::kF32, {kNumbers});
+  fill_zero(*stream_, x);
+  for (int64_t i = 0; i < kCollectives; ++i) {
+    add(*stream_, x, x, one);
+    sums.push_back(memory_->allocate(DType::kF32, {kNumbers}));
+    copy(*stream_, sums.back(), x);
+    pending.push_back(world().start_all_reduce(*stream_, sums.back(), ReduceOp::kSum));
+  }
+  for (int64_t i = kCollectives; i-- > 0;) {
+    pending[static_cast<size_t>(i)]->wait();
+    const Tensor& sum = sums[static_cast<size_t>(i)];
+    add(*stream_, sum, sum, one);
+    HostCopy got(sum);
+    const auto expected = static_cast<double>((i + 1) * world().size() + 1);
+    const std::vector<double> values = support::values_of(got.fetch().tensor());
+    EXPECT_EQ(values, std::vector<double>(kNumbers, expected)) << i;
+  }
+}
+
+TEST_F(NcclCommunicators, CountBytesAsOnTheHost) {
+  const Tensor mine = memory_->allocate(DType::kF32, {3}), all = memory_->allocate(DType::kF32, {3 * world().size()});
+  world().reset_bytes_sent();
+  world().all_gather(*stream_, all, mine);
+  EXPECT_EQ(world().bytes_sent(), 12 * (world().size() - 1));
+}
+
+}  // namespace
+}  // namespace palimpsest
