@@ -12,6 +12,7 @@
 #include "kernels/device.h"
 #include "tests/support/run_on_ranks.h"
 #include "trainer/checkpoint_folder.h"
+#include "trainer/checkpoint_rank_file.h"
 #include "trainer/run_setup.h"
 
 namespace palimpsest {
@@ -20,6 +21,7 @@ namespace {
 using support::descendants;
 using support::on_ranks;
 using support::ProgramResult;
+using support::read_file;
 using support::run_command_line;
 using support::RunningProgram;
 
@@ -83,9 +85,11 @@ TEST_F(ManyGpus, TheSameSeedTwiceIsBitIdentical) {
       ASSERT_EQ(losses_of(std::filesystem::path(config.run.dir).filename(), 2, {words}).size(), 20u);
     }
     EXPECT_EQ(support::results_of(first), support::results_of(second)) << words;
-    for (const char* rank : {"/rank-00000-of-00002.h5", "/rank-00001-of-00002.h5"}) {
-      const std::string file = "/" + checkpoint_name(20) + rank;
-      EXPECT_EQ(read_file(checkpoint_path(first) + file), read_file(checkpoint_path(second) + file)) << words;
+    for (const int64_t rank : {0, 1}) {
+      const auto file_of = [&](const Config& config) {
+        return read_file(checkpoint_path(config) + "/" + checkpoint_name(20) + "/" + rank_file_name(rank, 2));
+      };
+      EXPECT_EQ(file_of(first), file_of(second)) << words;
     }
   }
 }
