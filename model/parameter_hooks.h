@@ -27,7 +27,7 @@ class ParameterHooks {
   // ... and here all of its own is in them.
   virtual void after_backward(Context&, int64_t /*group*/) {}
   // The shards' values are new (an optimizer step, a loaded checkpoint): whole values are no longer what they were.
-  // Returns when those that this rank keeps are right again.
+  // Those that this rank keeps whole are right again when it returns, on a GPU when they are needed next.
   virtual void values_changed(Context&) {}
 };
 

@@ -1,5 +1,7 @@
 #include "parallel/communicator.h"
 
+#include <utility>
+
 #include "kernels/elementwise.h"
 
 namespace palimpsest {
@@ -34,28 +36,31 @@ std::unique_ptr<Pending> Communicator::start_all_reduce(Stream& stream, Tensor x
   return launch_all_reduce(stream, x, op);
 }
 
-std::unique_ptr<Pending> Communicator::start_all_gather(Stream& stream, Tensor out, const Tensor& in) {
-  check_parts("all_gather", out, in, size_);
-  if (in.numel() == 0) return std::make_unique<Done>();
-  if (size_ == 1) {
-    copy_flat(stream, out, in);
+std::unique_ptr<Pending> Communicator::start_all_gather(Stream& stream, std::vector<Parts> tensors) {
+  if (!prepare("all_gather", stream, tensors, [](const Parts& t) { return std::pair(t.whole, t.part); }))
     return std::make_unique<Done>();
-  }
-  bytes_sent_ += in.bytes() * (size_ - 1);
-  if (stream.is_planning()) return std::make_unique<Done>();
-  return launch_all_gather(stream, out, in);
+  return launch_all_gather(stream, tensors);
 }
 
-std::unique_ptr<Pending> Communicator::start_reduce_scatter(Stream& stream, Tensor out, const Tensor& in) {
-  check_parts("reduce_scatter", in, out, size_);
-  if (out.numel() == 0) return std::make_unique<Done>();
-  if (size_ == 1) {
-    copy_flat(stream, out, in);
+std::unique_ptr<Pending> Communicator::start_reduce_scatter(Stream& stream, std::vector<Parts> tensors) {
+  if (!prepare("reduce_scatter", stream, tensors, [](const Parts& t) { return std::pair(t.part, t.whole); }))
     return std::make_unique<Done>();
+  return launch_reduce_scatter(stream, tensors);
+}
+
+// Whether there is something to launch. Leaves the tensors that are not empty. copy_of gives {to, from} of what a group
+// of one copies.
+template <class Copy>
+bool Communicator::prepare(const char* what, Stream& stream, std::vector<Parts>& tensors, Copy&& copy_of) {
+  for (const Parts& tensor : tensors) check_parts(what, tensor.whole, tensor.part, size_);
+  std::erase_if(tensors, [](const Parts& tensor) { return tensor.part.numel() == 0; });
+  for (const Parts& tensor : tensors) {
+    bytes_sent_ += tensor.part.bytes() * (size_ - 1);
+    if (size_ > 1) continue;
+    const auto [to, from] = copy_of(tensor);
+    copy_flat(stream, to, from);
   }
-  bytes_sent_ += out.bytes() * (size_ - 1);
-  if (stream.is_planning()) return std::make_unique<Done>();
-  return launch_reduce_scatter(stream, out, in);
+  return size_ > 1 && !tensors.empty() && !stream.is_planning();
 }
 
 std::unique_ptr<Pending> Communicator::start_send_receive(Stream& stream, const Tensor& out, int64_t to, Tensor in,
@@ -72,11 +77,11 @@ void Communicator::all_reduce(Stream& stream, Tensor x, ReduceOp op) {
 }
 
 void Communicator::all_gather(Stream& stream, Tensor out, const Tensor& in) {
-  start_all_gather(stream, out, in)->wait();
+  start_all_gather(stream, {{.whole = out, .part = in}})->wait();
 }
 
 void Communicator::reduce_scatter(Stream& stream, Tensor out, const Tensor& in) {
-  start_reduce_scatter(stream, out, in)->wait();
+  start_reduce_scatter(stream, {{.whole = in, .part = out}})->wait();
 }
 
 void Communicator::broadcast(Stream& stream, Tensor x, int64_t root) {
@@ -101,10 +106,10 @@ void Communicator::set_step(int64_t) {}
 std::unique_ptr<Pending> Communicator::launch_all_reduce(Stream&, const Tensor&, ReduceOp) {
   return std::make_unique<Done>();
 }
-std::unique_ptr<Pending> Communicator::launch_all_gather(Stream&, const Tensor&, const Tensor&) {
+std::unique_ptr<Pending> Communicator::launch_all_gather(Stream&, std::span<const Parts>) {
   return std::make_unique<Done>();
 }
-std::unique_ptr<Pending> Communicator::launch_reduce_scatter(Stream&, const Tensor&, const Tensor&) {
+std::unique_ptr<Pending> Communicator::launch_reduce_scatter(Stream&, std::span<const Parts>) {
   return std::make_unique<Done>();
 }
 std::unique_ptr<Pending> Communicator::launch_broadcast(Stream&, const Tensor&, int64_t) {

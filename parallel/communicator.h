@@ -7,13 +7,20 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "kernels/stream.h"
 
 namespace palimpsest {
 
 enum class ReduceOp : uint8_t { kSum, kMax };
+
+// A tensor of which each rank has an equal part: numel(whole) = size * numel(part).
+struct Parts {
+  Tensor whole, part;
+};
 
 // A collective under way. Its tensors must not be touched before wait() returns.
 class Pending {
@@ -55,8 +62,9 @@ class Communicator {
 
   // The same, under way while the caller goes on.
   std::unique_ptr<Pending> start_all_reduce(Stream& stream, Tensor x, ReduceOp op);
-  std::unique_ptr<Pending> start_all_gather(Stream& stream, Tensor out, const Tensor& in);
-  std::unique_ptr<Pending> start_reduce_scatter(Stream& stream, Tensor out, const Tensor& in);
+  // Of several tensors at once: each whole from its part, each part from its whole.
+  std::unique_ptr<Pending> start_all_gather(Stream& stream, std::vector<Parts> tensors);
+  std::unique_ptr<Pending> start_reduce_scatter(Stream& stream, std::vector<Parts> tensors);
   std::unique_ptr<Pending> start_send_receive(Stream& stream, const Tensor& out, int64_t to, Tensor in, int64_t from);
 
   // Bytes that this rank has sent, as a ring would send them: all_gather (size - 1) parts, reduce_scatter the same,
@@ -70,16 +78,19 @@ class Communicator {
  protected:
   Communicator(std::string axis, int64_t rank, int64_t size) : axis_(std::move(axis)), rank_(rank), size_(size) {}
 
-  // What a backend provides; only called with size() > 1 and non-empty tensors.
+  // What a backend provides; only called with size() > 1, and with non-empty tensors, at least one.
   virtual std::unique_ptr<Pending> launch_all_reduce(Stream& stream, const Tensor& x, ReduceOp op);
-  virtual std::unique_ptr<Pending> launch_all_gather(Stream& stream, const Tensor& out, const Tensor& in);
-  virtual std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, const Tensor& out, const Tensor& in);
+  virtual std::unique_ptr<Pending> launch_all_gather(Stream& stream, std::span<const Parts> tensors);
+  virtual std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, std::span<const Parts> tensors);
   virtual std::unique_ptr<Pending> launch_broadcast(Stream& stream, const Tensor& x, int64_t root);
   virtual std::unique_ptr<Pending> launch_send_receive(Stream& stream, const Tensor& out, int64_t to, const Tensor& in,
                                                        int64_t from);
   virtual std::unique_ptr<Pending> launch_barrier(Stream& stream);
 
  private:
+  template <class Copy>
+  bool prepare(const char* what, Stream& stream, std::vector<Parts>& tensors, Copy&& copy_of);
+
   std::string axis_;
   int64_t rank_ = 0;
   int64_t size_ = 1;

@@ -122,21 +122,24 @@ std::unique_ptr<Pending> MpiCommunicator::launch_all_reduce(Stream&, const Tenso
   return pending;
 }
 
-std::unique_ptr<Pending> MpiCommunicator::launch_all_gather(Stream&, const Tensor& out, const Tensor& in) {
+std::unique_ptr<Pending> MpiCommunicator::launch_all_gather(Stream&, std::span<const Parts> tensors) {
   auto pending = std::make_unique<MpiPending>("all_gather", axis(), watchdog_);
-  const int bytes = checked_count(in.bytes());
-  const bool in_place = host_memory(in) == static_cast<std::byte*>(host_memory(out)) + rank() * in.bytes();
-  check_mpi(MPI_Iallgather(in_place ? MPI_IN_PLACE : host_memory(in), bytes, MPI_BYTE, host_memory(out), bytes,
-                           MPI_BYTE, comm_, pending->add_request()),
-            "MPI_Iallgather");
+  for (const auto& [whole, part] : tensors) {
+    const int bytes = checked_count(part.bytes());
+    const bool in_place = part.raw() == static_cast<std::byte*>(whole.raw()) + rank() * part.bytes();
+    check_mpi(MPI_Iallgather(in_place ? MPI_IN_PLACE : host_memory(part), bytes, MPI_BYTE, host_memory(whole), bytes,
+                             MPI_BYTE, comm_, pending->add_request()),
+              "MPI_Iallgather");
+  }
   return pending;
 }
 
-std::unique_ptr<Pending> MpiCommunicator::launch_reduce_scatter(Stream&, const Tensor& out, const Tensor& in) {
+std::unique_ptr<Pending> MpiCommunicator::launch_reduce_scatter(Stream&, std::span<const Parts> tensors) {
   auto pending = std::make_unique<MpiPending>("reduce_scatter", axis(), watchdog_);
-  check_mpi(MPI_Ireduce_scatter_block(host_memory(in), host_memory(out), checked_count(out.numel()),
-                                      mpi_type(in.dtype()), MPI_SUM, comm_, pending->add_request()),
-            "MPI_Ireduce_scatter_block");
+  for (const auto& [whole, part] : tensors)
+    check_mpi(MPI_Ireduce_scatter_block(host_memory(whole), host_memory(part), checked_count(part.numel()),
+                                        mpi_type(part.dtype()), MPI_SUM, comm_, pending->add_request()),
+              "MPI_Ireduce_scatter_block");
   return pending;
 }
 

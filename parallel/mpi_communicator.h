@@ -26,8 +26,8 @@ class MpiCommunicator : public Communicator {
   Watchdog& watchdog() { return watchdog_; }
 
   std::unique_ptr<Pending> launch_all_reduce(Stream& stream, const Tensor& x, ReduceOp op) override;
-  std::unique_ptr<Pending> launch_all_gather(Stream& stream, const Tensor& out, const Tensor& in) override;
-  std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, const Tensor& out, const Tensor& in) override;
+  std::unique_ptr<Pending> launch_all_gather(Stream& stream, std::span<const Parts> tensors) override;
+  std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, std::span<const Parts> tensors) override;
   std::unique_ptr<Pending> launch_broadcast(Stream& stream, const Tensor& x, int64_t root) override;
   std::unique_ptr<Pending> launch_send_receive(Stream& stream, const Tensor& out, int64_t to, const Tensor& in,
                                                int64_t from) override;

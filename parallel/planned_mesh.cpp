@@ -13,8 +13,8 @@ class PlannedCommunicator : public Communicator {
 
  protected:
   std::unique_ptr<Pending> launch_all_reduce(Stream&, const Tensor&, ReduceOp) override { return refuse(); }
-  std::unique_ptr<Pending> launch_all_gather(Stream&, const Tensor&, const Tensor&) override { return refuse(); }
-  std::unique_ptr<Pending> launch_reduce_scatter(Stream&, const Tensor&, const Tensor&) override { return refuse(); }
+  std::unique_ptr<Pending> launch_all_gather(Stream&, std::span<const Parts>) override { return refuse(); }
+  std::unique_ptr<Pending> launch_reduce_scatter(Stream&, std::span<const Parts>) override { return refuse(); }
   std::unique_ptr<Pending> launch_broadcast(Stream&, const Tensor&, int64_t) override { return refuse(); }
   std::unique_ptr<Pending> launch_send_receive(Stream&, const Tensor&, int64_t, const Tensor&, int64_t) override {
     return refuse();

@@ -1,6 +1,7 @@
 #include "trainer/replica.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/elementwise.h"
 #include "model/tensor_parallel.h"
@@ -20,54 +21,62 @@ std::vector<Slot> make_slots(const ParameterRegistry& registry) {
 template <class Slot>
 void advance_all(std::vector<Slot>& slots) {
   for (Slot& slot : slots)
-    for (const auto& collective : slot.pending) collective->advance();
+    if (slot.pending) slot.pending->advance();
 }
 
-void wait_all(std::vector<std::unique_ptr<Pending>>& pending) {
-  for (const auto& collective : pending) collective->wait();
-  pending.clear();
+void wait_for(std::unique_ptr<Pending>& pending) {
+  if (pending) pending->wait();
+  pending.reset();
 }
 
 }  // namespace
 
-WholeValues::WholeValues(ParameterRegistry& registry) : registry_(registry), slots_(make_slots<Slot>(registry)) {}
+WholeValues::WholeValues(ParameterRegistry& registry)
+    : registry_(registry), slots_(make_slots<Slot>(registry)), coming_(registry.groups().size()) {}
+
+std::unique_ptr<Pending> WholeValues::gather(Context& context, const ParameterGroup& group) {
+  std::vector<Parts> tensors;
+  for (const ParameterStack* stack : group.stacks)
+    tensors.push_back({.whole = stack->whole_value, .part = stack->own_value});
+  return context.mesh.replica().start_all_gather(context.stream, std::move(tensors));
+}
 
 void WholeValues::start(Context& context, int64_t group) {
   Slot& slot = slot_of(group);
   if (slot.group == group) return;
-  wait_all(slot.pending);  // of a group that was fetched ahead and not asked for
+  wait_for(slot.pending);  // of a group that was fetched ahead and not asked for
   slot.group = group;
-  for (const ParameterStack* stack : registry_.groups()[group].stacks)
-    slot.pending.push_back(
-        context.mesh.replica().start_all_gather(context.stream, stack->whole_value, stack->own_value));
+  slot.pending = gather(context, registry_.groups()[group]);
 }
 
 void WholeValues::need_values(Context& context, int64_t group, int64_t next) {
-  if (registry_.replica_share().zero < 3) return;
+  if (registry_.replica_share().zero < 3) {
+    wait_for(coming_[group]);
+    return;
+  }
   advance_all(slots_);
   start(context, group);
   if (next != kNoGroup && &slot_of(next) != &slot_of(group)) start(context, next);
-  wait_all(slot_of(group).pending);
+  wait_for(slot_of(group).pending);
 }
 
 void WholeValues::values_changed(Context& context) {
   const ReplicaShare& share = registry_.replica_share();
   if (share.size == 1) return;
   for (Slot& slot : slots_) {
-    wait_all(slot.pending);
+    wait_for(slot.pending);
     slot.group = kNoGroup;
   }
   if (share.zero >= 3) return;
-  // Every rank's rows to all, in place; one group is under way while the next one starts.
-  std::vector<std::unique_ptr<Pending>> before;
-  for (const ParameterGroup& group : registry_.groups()) {
-    std::vector<std::unique_ptr<Pending>> pending;
-    for (const ParameterStack* stack : group.stacks)
-      pending.push_back(context.mesh.replica().start_all_gather(context.stream, stack->whole_value, stack->own_value));
-    wait_all(before);
-    before = std::move(pending);
+  // Every rank's rows to all, in place. On a GPU the model waits for each group when it comes to it; elsewhere, where
+  // data moves only while somebody waits, one group is under way while the next one starts.
+  const bool goes_on_alone = context.stream.device() == Device::kCuda;
+  for (size_t group = 0; group < coming_.size(); ++group) {
+    wait_for(coming_[group]);
+    coming_[group] = gather(context, registry_.groups()[group]);
+    if (!goes_on_alone && group > 0) wait_for(coming_[group - 1]);
   }
-  wait_all(before);
+  if (!goes_on_alone && !coming_.empty()) wait_for(coming_.back());
 }
 
 GradientReduction::GradientReduction(ParameterRegistry& registry, ParameterHooks& values)
@@ -123,14 +132,15 @@ void GradientReduction::start(Context& context, int64_t group) {
   slot.micro_batch = micro_batch_;
   reduced_[group] = true;
   record(ReductionEvent::Kind::kReduceStarts, group, micro_batch_);
+  std::vector<Parts> tensors;
   for (const ParameterStack* stack : registry_.groups()[group].stacks)
-    slot.pending.push_back(
-        context.mesh.replica().start_reduce_scatter(context.stream, stack->received, stack->whole_grad));
+    tensors.push_back({.whole = stack->whole_grad, .part = stack->received});
+  slot.pending = context.mesh.replica().start_reduce_scatter(context.stream, std::move(tensors));
 }
 
 void GradientReduction::complete(Context& context, Slot& slot) {
   if (slot.group == kNoGroup) return;
-  wait_all(slot.pending);
+  wait_for(slot.pending);
   for (const ParameterStack* stack : registry_.groups()[slot.group].stacks) {
     if (is_sharded()) {
       add(context.stream, stack->own_grad, stack->own_grad, stack->received);

@@ -4,6 +4,7 @@
 // Both classes are told by the model what it comes to (model/parameter_hooks.h). All ranks of the group must run the
 // same calls of the model in the same order where the level of zero makes these collective:
 //   values     with zero: 3 every forward gathers them, one group ahead of the model. Two blocks are whole at a time.
+//              With less, they are gathered once they have changed, on GPUs while the next forward begins.
 //   gradients  are reduce-scattered group by group while earlier blocks still run backward: with zero: 1 once a step,
 //              in the last micro-batch; with zero > 1 in each, and two blocks' gradients are whole at a time.
 // Sums are made in the dtype of the parameters, in an order that the layout alone decides.
@@ -31,14 +32,16 @@ class WholeValues : public ParameterHooks {
  private:
   struct Slot {
     int64_t group = kNoGroup;  // whose values are there or on their way
-    std::vector<std::unique_ptr<Pending>> pending;
+    std::unique_ptr<Pending> pending;
   };
 
   Slot& slot_of(int64_t group) { return slots_[registry_.groups()[group].slot]; }
   void start(Context& context, int64_t group);
+  std::unique_ptr<Pending> gather(Context& context, const ParameterGroup& group);
 
   ParameterRegistry& registry_;
-  std::vector<Slot> slots_;
+  std::vector<Slot> slots_;                       // with zero: 3
+  std::vector<std::unique_ptr<Pending>> coming_;  // with less, by group: what is on its way
 };
 
 // What a step did when, on this rank.
@@ -73,7 +76,7 @@ class GradientReduction : public ParameterHooks {
   struct Slot {
     int64_t group = kNoGroup;  // whose gradients are on their way
     int64_t micro_batch = 0;
-    std::vector<std::unique_ptr<Pending>> pending;
+    std::unique_ptr<Pending> pending;
   };
 
   bool is_sharded() const { return registry_.replica_share().zero >= 2; }

@@ -97,17 +97,22 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
     });
   }
 
-  std::unique_ptr<Pending> launch_all_gather(Stream& stream, const Tensor& out, const Tensor& in) override {
-    if (out.device() == Device::kCpu) return MpiCommunicator::launch_all_gather(stream, out, in);
+  std::unique_ptr<Pending> launch_all_gather(Stream& stream, std::span<const Parts> tensors) override {
+    if (tensors.front().whole.device() == Device::kCpu) return MpiCommunicator::launch_all_gather(stream, tensors);
     return start("all_gather", stream, [&](cudaStream_t queue) {
-      return ncclAllGather(in.raw(), out.raw(), bytes_of(in), ncclUint8, nccl_, queue);
+      return together(tensors, [&](const Parts& tensor) {
+        return ncclAllGather(tensor.part.raw(), tensor.whole.raw(), bytes_of(tensor.part), ncclUint8, nccl_, queue);
+      });
     });
   }
 
-  std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, const Tensor& out, const Tensor& in) override {
-    if (out.device() == Device::kCpu) return MpiCommunicator::launch_reduce_scatter(stream, out, in);
+  std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, std::span<const Parts> tensors) override {
+    if (tensors.front().whole.device() == Device::kCpu) return MpiCommunicator::launch_reduce_scatter(stream, tensors);
     return start("reduce_scatter", stream, [&](cudaStream_t queue) {
-      return ncclReduceScatter(in.raw(), out.raw(), count_of(out), nccl_type(out.dtype()), ncclSum, nccl_, queue);
+      return together(tensors, [&](const Parts& tensor) {
+        return ncclReduceScatter(tensor.whole.raw(), tensor.part.raw(), count_of(tensor.part),
+                                 nccl_type(tensor.part.dtype()), ncclSum, nccl_, queue);
+      });
     });
   }
 
@@ -134,6 +139,14 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
   }
 
  private:
+  // One launch for all.
+  template <class Launch>
+  ncclResult_t together(std::span<const Parts> tensors, Launch&& launch) {
+    NCCL_CHECK(nccl_, ncclGroupStart());
+    for (const Parts& tensor : tensors) NCCL_CHECK(nccl_, launch(tensor));
+    return ncclGroupEnd();
+  }
+
   // The first use of a connection waits for the other rank in the call itself.
   template <class Launch>
   std::unique_ptr<Pending> start(const char* operation, Stream& stream, Launch&& launch) {

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <csignal>
+#include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -25,6 +26,14 @@ using support::read_file;
 using support::run_command_line;
 using support::RunningProgram;
 
+// Programs that tests start see no GPU unless they are told.
+support::Environment with_gpus() {
+  std::string visible = "0";
+  for (int gpu = 1; gpu < num_gpus(); ++gpu) visible += "," + std::to_string(gpu);
+  const char* given = std::getenv("CUDA_VISIBLE_DEVICES");
+  return {{"CUDA_VISIBLE_DEVICES", given != nullptr ? given : visible}};
+}
+
 class ManyGpus : public support::RunOnRanks {
  protected:
   ManyGpus() {
@@ -42,7 +51,7 @@ class ManyGpus : public support::RunOnRanks {
     Config config = config_;
     config.run.dir = root_ / name;
     words.insert(words.begin(), {"train", file_, "run.dir=" + config.run.dir});
-    const ProgramResult result = run_command_line(on_ranks(ranks, words));
+    const ProgramResult result = run_command_line(on_ranks(ranks, words), with_gpus());
     EXPECT_EQ(result.exit_code, 0) << name << ": " << result.err;
     std::vector<double> losses;
     for (const auto& line : support::metrics_of(config)) losses.push_back(line["loss"]);
@@ -112,8 +121,8 @@ TEST_F(ManyGpus, EvaluateAlikeInEveryLayout) {
   losses_of("run", 1, {});
   const auto summary_of = [&](int ranks, const std::string& word) {
     const std::string json = root_ / "eval.json";
-    const ProgramResult result =
-        run_command_line(on_ranks(ranks, {"eval", file_, "run.dir=" + (root_ / "run"), "--json", json, word}));
+    const ProgramResult result = run_command_line(
+        on_ranks(ranks, {"eval", file_, "run.dir=" + (root_ / "run"), "--json", json, word}), with_gpus());
     EXPECT_EQ(result.exit_code, 0) << result.err;
     return nlohmann::json::parse(read_file(json));
   };
@@ -137,7 +146,7 @@ class FailingGpuRank : public ManyGpus {
   // What the job says when `harm` is done to it while it trains.
   template <class Harm>
   ProgramResult after(std::vector<std::string> command_line, Harm&& harm) {
-    RunningProgram program = RunningProgram::of_command_line(std::move(command_line));
+    RunningProgram program = RunningProgram::of_command_line(std::move(command_line), with_gpus());
     support::wait_for_steps(config_, 3);
     const std::vector<int> processes = descendants(program.pid());
     harm(program.pid());
@@ -184,7 +193,7 @@ class CrowdedGpus : public support::RunOnRanks {};
 
 TEST_F(CrowdedGpus, MoreRanksThanGpusAreAnErrorOfOneLine) {
   if (num_gpus() == 0) GTEST_SKIP() << "there is no GPU that this build can use";
-  const ProgramResult result = run_command_line(on_ranks(num_gpus() + 1, {"train", file_, "device=cuda"}));
+  const ProgramResult result = run_command_line(on_ranks(num_gpus() + 1, {"train", file_, "device=cuda"}), with_gpus());
   EXPECT_EQ(result.exit_code, 2) << result.err;
   EXPECT_EQ(support::count(result.err, "error: "), 1u) << result.err;
   EXPECT_NE(result.err.find(std::to_string(num_gpus() + 1) + " ranks on "), std::string::npos) << result.err;
