@@ -28,8 +28,8 @@ using support::RunningProgram;
 
 // Programs that tests start see no GPU unless they are told.
 support::Environment with_gpus() {
-  std::string visible = "0";
-  for (int gpu = 1; gpu < num_gpus(); ++gpu) visible += "," + std::to_string(gpu);
+  std::string visible;
+  for (int gpu = 0; gpu < num_gpus(); ++gpu) visible.append(gpu > 0 ? "," : "").append(std::to_string(gpu));
   const char* given = std::getenv("CUDA_VISIBLE_DEVICES");
   return {{"CUDA_VISIBLE_DEVICES", given != nullptr ? given : visible}};
 }

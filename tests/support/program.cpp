@@ -74,8 +74,12 @@ RunningProgram RunningProgram::of_command_line(std::vector<std::string> words, c
 RunningProgram::RunningProgram(Words words, const Environment& environment)
     : out_path_(temporary_file()), err_path_(temporary_file()) {
   Environment added = environment;
-  added.emplace_back("OMP_NUM_THREADS", "1");
-  added.emplace_back("CUDA_VISIBLE_DEVICES", "");  // these tests are of the program on the CPU, also where a GPU is
+  const auto add_default = [&](const char* name, const char* value) {
+    if (std::none_of(environment.begin(), environment.end(), [&](const auto& entry) { return entry.first == name; }))
+      added.emplace_back(name, value);
+  };
+  add_default("OMP_NUM_THREADS", "1");
+  add_default("CUDA_VISIBLE_DEVICES", "");  // most tests are of the program on the CPU, also where a GPU is
   std::vector<std::string> variables = merged(added);
   posix_spawn_file_actions_t actions;
   CHECK(::posix_spawn_file_actions_init(&actions) == 0, "posix_spawn");

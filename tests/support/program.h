@@ -20,7 +20,7 @@ struct ProgramResult {
 };
 
 using Environment = std::vector<std::pair<std::string, std::string>>;
-// `environment` is added to this process's. Threads: one, unless it says otherwise.
+// `environment` is added to this process's. One thread and no GPU, unless it says otherwise.
 ProgramResult run_palimpsest(const std::vector<std::string>& arguments, const Environment& environment = {});
 
 // The words that start palimpsest with these arguments on this many ranks of this machine, through launch/mpirun.sh.
