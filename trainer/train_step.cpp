@@ -83,7 +83,7 @@ StepResult TrainStep::finish(double lr) {
     return {};
   }
   // The one time in a step that the host waits for a GPU.
-  const StepResult result = result_of_step();
+  StepResult result = result_of_step();
   // After a skipped step every rank keeps what it has, so that a bad number can be found where it arose.
   if (result.applied) context_.hooks->values_changed(context_);
   return result;
