@@ -52,7 +52,7 @@ class Communicator {
   // rank's part of `out`.
   void all_gather(Stream& stream, Tensor out, const Tensor& in);
   // out = this rank's part of the sum over the ranks: numel(in) = size * numel(out). f32 or f64, on a GPU bf16 too,
-  // contiguous.
+  // contiguous. On a GPU `out` may be this rank's part of `in`.
   void reduce_scatter(Stream& stream, Tensor out, const Tensor& in);
   // x of rank `root` to all. Any dtype, contiguous.
   void broadcast(Stream& stream, Tensor x, int64_t root);

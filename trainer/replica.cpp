@@ -134,8 +134,13 @@ void GradientReduction::start(Context& context, int64_t group) {
   record(ReductionEvent::Kind::kReduceStarts, group, micro_batch_);
   std::vector<Parts> tensors;
   for (const ParameterStack* stack : registry_.groups()[group].stacks)
-    tensors.push_back({.whole = stack->whole_grad, .part = stack->received});
+    tensors.push_back({.whole = stack->whole_grad, .part = landing_of(context, *stack)});
   slot.pending = context.mesh.replica().start_reduce_scatter(context.stream, std::move(tensors));
+}
+
+// Where the sum arrives. On a GPU it can replace this rank's part of what is summed at once.
+Tensor GradientReduction::landing_of(const Context& context, const ParameterStack& stack) const {
+  return context.stream.device() == Device::kCuda && !is_sharded() ? stack.own_grad : stack.received;
 }
 
 void GradientReduction::complete(Context& context, Slot& slot) {
@@ -144,7 +149,7 @@ void GradientReduction::complete(Context& context, Slot& slot) {
   for (const ParameterStack* stack : registry_.groups()[slot.group].stacks) {
     if (is_sharded()) {
       add(context.stream, stack->own_grad, stack->own_grad, stack->received);
-    } else {
+    } else if (landing_of(context, *stack).raw() != stack->own_grad.raw()) {
       copy(context.stream, stack->own_grad, stack->received);
     }
   }

@@ -80,6 +80,7 @@ class GradientReduction : public ParameterHooks {
   };
 
   bool is_sharded() const { return registry_.replica_share().zero >= 2; }
+  Tensor landing_of(const Context& context, const ParameterStack& stack) const;
   Slot& slot_of(int64_t group) { return slots_[registry_.groups()[group].slot]; }
   void start(Context& context, int64_t group);
   void complete(Context& context, Slot& slot);
