@@ -21,8 +21,8 @@ struct FusedShape {
   int64_t q_row = 0, k_row = 0, v_row = 0, o_row = 0;
   int64_t d_o_row = 0, dq_row = 0, dk_row = 0, dv_row = 0;
 
-  auto operator<=>(const FusedShape& other) const =
-      default;  // NOLINT(modernize-use-nullptr): it takes <=> for a use of 0
+  // NOLINTNEXTLINE(modernize-use-nullptr): it takes a defaulted <=> for a comparison with 0
+  auto operator<=>(const FusedShape& other) const = default;
 };
 
 // Addresses on the GPU; of bf16 elements, on 16 bytes, where nothing else is said.
