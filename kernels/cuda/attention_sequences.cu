@@ -7,7 +7,8 @@ namespace palimpsest::cuda {
 
 namespace {
 
-constexpr int kCopyTokens = 16;  // of a block
+constexpr int kCopyTokens = 16;     // of a block
+constexpr int64_t kZeroTile = 256;  // no tile of keys or queries is larger
 
 template <int kPack>
 struct alignas(kPack * sizeof(BF16)) Elements {
@@ -21,7 +22,8 @@ __global__ void copy_sequences_kernel(const __grid_constant__ SequenceCopy p) {
   const int64_t b = blockIdx.y, first = static_cast<int64_t>(blockIdx.x) * kCopyTokens, length = p.length[b];
   const int64_t token = p.first_token[b];
   if (p.lengths != nullptr && blockIdx.x == 0 && thread == 0) p.lengths[b] = static_cast<int32_t>(length);
-  if (!kToSequences && first >= length) return;
+  const int64_t end = kToSequences ? min(p.S, ceil_div(length, kZeroTile) * kZeroTile) : length;
+  if (first >= end) return;
   for (int n = 0; n < p.num_pieces; ++n) {
     const SequenceCopy::Piece& piece = p.pieces[n];
     const int packs = piece.columns / kPack;

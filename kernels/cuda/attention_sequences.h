@@ -35,7 +35,7 @@ constexpr int64_t kSequenceTile = 128;  // S is a multiple of it
 // Whether pieces of this tensor can be moved in packs of 16 bytes.
 bool starts_on_packs(const Tensor& tensor);
 
-// Behind the end of a sequence are zeros. wide: everything starts on packs.
+// Behind the end of a sequence are zeros, as far as a kernel may read. wide: everything starts on packs.
 void copy_to_sequences(const Stream& stream, const SequenceCopy& copy, bool wide);
 void copy_from_sequences(const Stream& stream, const SequenceCopy& copy, bool wide);
 
