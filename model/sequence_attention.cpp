@@ -34,11 +34,11 @@ PassedRows::PassedRows(Context& context, const Sequence& sequence, std::vector<T
   for (const Tensor& part : parts_) width += part.dim(1);
   for (int64_t round = 1; round < num_ranks; ++round) {
     const auto [to, from] = peers_of(round);
-    most_sent = std::max(most_sent, rows_of(crossings_.shown_to(to)));
-    most_received = std::max(most_received, rows_of(crossings_.seen_on(from)));
+    most_sent = std::max(most_sent, rows_of(crossings_.shown_to[to]));
+    most_received = std::max(most_received, rows_of(crossings_.seen_on[from]));
   }
   const auto allocate = [&](int64_t rows) { return stream.scratch().allocate(parts_.front().dtype(), {rows, width}); };
-  const int64_t own = rows_of(crossings_.seen_on(context_.mesh.sequence().rank()));
+  const int64_t own = rows_of(crossings_.seen_on[context_.mesh.sequence().rank()]);
   if (own > 0) own_block_ = allocate(std::min(own, block_));
   sent_ = allocate(most_sent);
   for (int64_t i = 0; i < num_buffers; ++i) received_[i] = allocate(most_received);
@@ -67,11 +67,11 @@ void PassedRows::take_own(const Tensor& rows, int64_t first) const {
 void PassedRows::start_round(int64_t round) {
   const auto [to, from] = peers_of(round);
   int64_t rows = 0;
-  for (const DocumentPiece& piece : crossings_.shown_to(to)) {
+  for (const DocumentPiece& piece : crossings_.shown_to[to]) {
     take_own(sent_.rows(rows, piece.length), piece.first);
     rows += piece.length;
   }
-  const int64_t incoming = rows_of(crossings_.seen_on(from));
+  const int64_t incoming = rows_of(crossings_.seen_on[from]);
   round_ = context_.mesh.sequence().start_send_receive(context_.stream, sent_.rows(0, rows), rows > 0 ? to : -1,
                                                        received_[(round - 1) % 2].rows(0, incoming),
                                                        incoming > 0 ? from : -1);
@@ -80,7 +80,7 @@ void PassedRows::start_round(int64_t round) {
 template <class Rows>
 void PassedRows::visit_all(int64_t other, const Visit& visit, Rows&& rows_of_block) {
   int64_t row = 0;
-  for (const auto& [piece, first, length] : crossings_.seen_on(other)) {
+  for (const auto& [piece, first, length] : crossings_.seen_on[other]) {
     for (int64_t begin = 0; begin < piece.length; begin += block_) {
       const int64_t count = std::min(block_, piece.length - begin);
       const auto [rows, d_rows] = rows_of_block(row + begin, piece.first + begin, count);
@@ -115,7 +115,7 @@ void PassedRows::for_each_block(const Visit& visit) {
 void PassedRows::start_return(int64_t round) {
   finish_return();
   const auto [to, from] = peers_of(round);
-  const int64_t outgoing = rows_of(crossings_.seen_on(from)), incoming = rows_of(crossings_.shown_to(to));
+  const int64_t outgoing = rows_of(crossings_.seen_on[from]), incoming = rows_of(crossings_.shown_to[to]);
   return_ = context_.mesh.sequence().start_send_receive(context_.stream, d_received_[(round - 1) % 2].rows(0, outgoing),
                                                         outgoing > 0 ? from : -1, d_sent_.rows(0, incoming),
                                                         incoming > 0 ? to : -1);
@@ -127,7 +127,7 @@ void PassedRows::finish_return() {
   return_->wait();
   return_.reset();
   int64_t row = 0;
-  for (const DocumentPiece& piece : crossings_.shown_to(peers_of(returning_).to)) {
+  for (const DocumentPiece& piece : crossings_.shown_to[peers_of(returning_).to]) {
     const Tensor sum = d_own_.rows(piece.first, piece.length);
     add(context_.stream, sum, sum, d_sent_.rows(row, piece.length));
     row += piece.length;

@@ -5,11 +5,15 @@
 
 namespace palimpsest {
 
-std::vector<SeenPiece> Crossings::seen_on(int64_t other) const {
-  std::vector<SeenPiece> seen;
-  for (const Crossing& crossing : entering)
+namespace {
+
+// Fills seen_on and shown_to.
+void find_seen_pieces(Crossings& crossings) {
+  crossings.seen_on.resize(static_cast<size_t>(crossings.num_ranks));
+  crossings.shown_to.resize(static_cast<size_t>(crossings.num_ranks));
+  for (const Crossing& crossing : crossings.entering)
     for (const DocumentPiece& piece : crossing.others) {
-      if (piece.rank != other) continue;
+      std::vector<SeenPiece>& seen = crossings.seen_on[piece.rank];
       const auto before =
           std::find_if(seen.begin(), seen.end(), [&](const SeenPiece& it) { return it.piece.first == piece.first; });
       if (before == seen.end()) {
@@ -19,18 +23,17 @@ std::vector<SeenPiece> Crossings::seen_on(int64_t other) const {
       CHECK(before->first_query + before->num_queries == crossing.own.first, "the queries of a piece leave a gap");
       before->num_queries += crossing.own.length;
     }
-  std::sort(seen.begin(), seen.end(),
-            [](const SeenPiece& a, const SeenPiece& b) { return a.piece.first < b.piece.first; });
-  return seen;
+  for (std::vector<SeenPiece>& seen : crossings.seen_on)
+    std::sort(seen.begin(), seen.end(),
+              [](const SeenPiece& a, const SeenPiece& b) { return a.piece.first < b.piece.first; });
+  for (const Crossing& crossing : crossings.leaving)
+    for (const DocumentPiece& piece : crossing.others) {
+      std::vector<DocumentPiece>& shown = crossings.shown_to[piece.rank];
+      if (shown.empty() || shown.back().first != crossing.own.first) shown.push_back(crossing.own);
+    }
 }
 
-std::vector<DocumentPiece> Crossings::shown_to(int64_t other) const {
-  std::vector<DocumentPiece> shown;
-  for (const Crossing& crossing : leaving)
-    if (std::any_of(crossing.others.begin(), crossing.others.end(), [&](const auto& it) { return it.rank == other; }))
-      shown.push_back(crossing.own);
-  return shown;
-}
+}  // namespace
 
 SequenceCut::SequenceCut(int64_t num_rows, std::vector<int64_t> borders, SequenceLayout layout)
     : num_rows_(num_rows), borders_(std::move(borders)), layout_(layout) {
@@ -139,6 +142,7 @@ SequenceCut::Part SequenceCut::part_of(int64_t rank, const Documents& whole) con
     if (began_earlier) crossings.entering.push_back({document, own, {pieces.begin(), pieces.begin() + here}});
     if (goes_on) crossings.leaving.push_back({document, own, {pieces.begin() + here + 1, pieces.end()}});
   }
+  find_seen_pieces(crossings);
   return {Documents(std::move(offsets)).with_states(crossings.num_slots, std::move(entering), std::move(leaving)),
           std::move(crossings)};
 }

@@ -46,10 +46,10 @@ struct Crossings {
 
   bool cut() const { return num_ranks > 1; }
   int64_t slot_of_all(const DocumentPiece& piece) const { return piece.rank * num_slots + piece.slot; }
-  // The pieces of another rank that this rank's tokens see, and those of this rank that another's see: each once, in
-  // the order of their rank's tokens. What one rank sees of another is what the other shows it.
-  std::vector<SeenPiece> seen_on(int64_t other) const;
-  std::vector<DocumentPiece> shown_to(int64_t other) const;
+  // For every rank: its pieces that this rank's tokens see, and this rank's that its tokens see; each once, in the
+  // order of the tokens of whose they are. What one rank sees of another is what the other shows it.
+  std::vector<std::vector<SeenPiece>> seen_on;
+  std::vector<std::vector<DocumentPiece>> shown_to;
 };
 
 class SequenceCut {

@@ -184,8 +184,8 @@ TEST(SequenceCut, WhatOneRankSeesIsWhatTheOtherShows) {
             for (int64_t key = begin; key < own_begin; ++key) expected.emplace_back(query, key);
           }
         for (int64_t other = 0; other < 4; ++other) {
-          const std::vector<SeenPiece> seen = parts[reader].crossings.seen_on(other);
-          const std::vector<DocumentPiece> shown = parts[other].crossings.shown_to(reader);
+          const std::vector<SeenPiece> seen = parts[reader].crossings.seen_on[other];
+          const std::vector<DocumentPiece> shown = parts[other].crossings.shown_to[reader];
           ASSERT_EQ(seen.size(), shown.size());
           for (size_t i = 0; i < seen.size(); ++i) {
             EXPECT_EQ(seen[i].piece.first, shown[i].first);
