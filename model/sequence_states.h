@@ -1,7 +1,7 @@
 // What the layers with a recurrent state exchange over the sequence axis: the affine map of each range to the ranks
 // that need the state at its end, and the inputs of a short convolution just before each range. Neither grows with the
-// length of the rows. Every sequence rank makes the same calls, whatever its documents. They wait for what they exchange,
-// a few kilobytes: the op that follows begins with it.
+// length of the rows. Every sequence rank makes the same calls, whatever its documents. They wait for what they
+// exchange: the op that follows needs it from its first token on.
 #pragma once
 
 #include "kernels/delta_rule.h"
