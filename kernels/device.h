@@ -25,6 +25,10 @@ struct GpuProperties {
 };
 GpuProperties gpu_properties();  // of the current GPU
 
+// Which of its kinds of kernels the last op of this stream that has several ran: "sm_90a", "plain", "cuBLASLt", ...;
+// empty on the CPU and where none ran. Forgotten by the call.
+std::string take_last_path(const Stream& stream);
+
 // Waits until the stream has done everything it was given. Nothing to do on the CPU.
 void synchronize(const Stream& stream);
 

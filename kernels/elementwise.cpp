@@ -10,16 +10,17 @@ void fill_zero(Stream& stream, Tensor y) {
 }
 
 void copy(Stream& stream, Tensor y, const Tensor& x) {
-  check_operand(stream, "x", x, floating_dtype(stream, "x", x), x.shape());
-  check_operand(stream, "y", y, x.dtype(), x.shape());
+  const DType dtype = floating_dtype(stream, "y", y);
+  check_residual(stream, "x", x, dtype, x.shape());
+  check_operand(stream, "y", y, dtype, x.shape());
   PALIMPSEST_DISPATCH(stream, copy(stream, y, x));
 }
 
 void add(Stream& stream, Tensor y, const Tensor& a, const Tensor& b) {
-  const DType dtype = a.dtype() == DType::kF64 ? DType::kF64 : floating_dtype(stream, "a", a);
-  check_operand(stream, "a", a, dtype, a.shape());
+  const DType dtype = b.dtype() == DType::kF64 ? DType::kF64 : floating_dtype(stream, "b", b);
+  check_residual(stream, "a", a, dtype, a.shape());
   check_operand(stream, "b", b, dtype, a.shape());
-  check_operand(stream, "y", y, dtype, a.shape());
+  check_operand(stream, "y", y, a.dtype(), a.shape());
   PALIMPSEST_DISPATCH(stream, add(stream, y, a, b));
 }
 

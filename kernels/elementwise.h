@@ -6,9 +6,11 @@
 
 namespace palimpsest {
 
-PALIMPSEST_OP(fill_zero, Stream& stream, Tensor y);                              // y = 0; any dtype on a GPU
-PALIMPSEST_OP(copy, Stream& stream, Tensor y, const Tensor& x);                  // y = x
-PALIMPSEST_OP(add, Stream& stream, Tensor y, const Tensor& a, const Tensor& b);  // y = a + b; y may be a or b
+PALIMPSEST_OP(fill_zero, Stream& stream, Tensor y);  // y = 0; any dtype on a GPU
+// y = x. x may be of the next wider type (f32 beside bf16, f64 beside f32), and is rounded then.
+PALIMPSEST_OP(copy, Stream& stream, Tensor y, const Tensor& x);
+// y = a + b; y may be a or b. a and y may be of the next wider type than b.
+PALIMPSEST_OP(add, Stream& stream, Tensor y, const Tensor& a, const Tensor& b);
 // y = x * sigmoid(z): the output gate of gated attention. y may be x.
 PALIMPSEST_OP(sigmoid_gate_forward, Stream& stream, Tensor y, const Tensor& x, const Tensor& z);
 // dx = dy * sigmoid(z) (overwritten, may be dy), dz = dy * x * sigmoid'(z) (overwritten).

@@ -11,8 +11,9 @@ struct VocabRange {
   int64_t total = 0;
 };
 
-// x [N, D] = table [Vl, D] f32 (f64 for f64) at tokens [N] i32; 0 for ids that another rank's table holds. The ids were
-// checked against the vocabulary when they were read from disk; the CPU backend checks again and throws an Error.
+// x [N, D] = table [Vl, D] f32 (f64 or f32 for f64) at tokens [N] i32; 0 for ids that another rank's table holds. The
+// ids were checked against the vocabulary when they were read from disk; the CPU backend checks again and throws an
+// Error.
 PALIMPSEST_OP(embedding_forward, Stream& stream, Tensor x, const Tensor& tokens, const Tensor& table,
               const VocabRange& range);
 // dtable [Vl, D] += dx [N, D] scattered to the rows of the tokens, in a fixed order (no atomics: bit-reproducible).

@@ -6,10 +6,9 @@
 #pragma once
 
 #include "kernels/stream.h"
+#include "kernels/write.h"
 
 namespace palimpsest {
-
-enum class Write : uint8_t { kOverwrite, kAccumulate };
 
 // y [N, O] = x [N, I] w[O, I]^T, or y += ... with kAccumulate. Beside bf16 operands y may be f32: the sums as they are.
 PALIMPSEST_OP(linear_forward, Stream& stream, Tensor y, const Tensor& x, const Tensor& w, Write write);

@@ -13,6 +13,10 @@ DType statistics_dtype(DType dtype) {
   return dtype == DType::kF64 ? DType::kF64 : DType::kF32;
 }
 
+DType wider_dtype(DType dtype) {
+  return dtype == DType::kBF16 ? DType::kF32 : DType::kF64;
+}
+
 void check_operand(const Stream& stream, const char* name, const Tensor& tensor, DType dtype, const Shape& shape) {
   check_tensor(name, tensor, dtype, shape);
   CHECK(tensor.device() == stream.device(), name, " is ", tensor.str(), ", the stream runs on ",
@@ -27,6 +31,11 @@ void check_contiguous_operand(const Stream& stream, const char* name, const Tens
                               const Shape& shape) {
   check_operand(stream, name, tensor, dtype, shape);
   check_contiguous(name, tensor);
+}
+
+void check_residual(const Stream& stream, const char* name, const Tensor& tensor, DType dtype, const Shape& shape) {
+  const bool wide = tensor.defined() && tensor.dtype() == wider_dtype(dtype);
+  check_operand(stream, name, tensor, wide ? wider_dtype(dtype) : dtype, shape);
 }
 
 void check_covers(const Documents& documents, const char* name, int64_t num_tokens) {

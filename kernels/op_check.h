@@ -10,6 +10,8 @@ namespace palimpsest {
 DType floating_dtype(const Stream& stream, const char* name, const Tensor& tensor);
 // What sums and statistics over operands of this dtype are kept in: f64 for f64, f32 otherwise.
 DType statistics_dtype(DType dtype);
+// What a residual stream beside activations of this dtype may be kept in: f32 beside bf16, f64 otherwise.
+DType wider_dtype(DType dtype);
 
 // Device, dtype and shape; rows may be spaced.
 void check_operand(const Stream& stream, const char* name, const Tensor& tensor, DType dtype, const Shape& shape);
@@ -18,6 +20,9 @@ void check_weight(const Stream& stream, const Tensor& w, DType dtype, const Shap
 // As check_operand, and no gaps between rows.
 void check_contiguous_operand(const Stream& stream, const char* name, const Tensor& tensor, DType dtype,
                               const Shape& shape);
+
+// The same as check_operand for a tensor of the residual stream: `dtype` or the next wider.
+void check_residual(const Stream& stream, const char* name, const Tensor& tensor, DType dtype, const Shape& shape);
 
 void check_covers(const Documents& documents, const char* name, int64_t num_tokens);
 

@@ -22,19 +22,19 @@ DType check_norm(const Stream& stream, const char* name, const Tensor& x, const 
 
 void rms_norm_forward(Stream& stream, Tensor y, Tensor rstd, const Tensor& x, const Tensor& w, double eps,
                       NormWeight kind) {
-  const DType dtype = check_norm(stream, "x", x, w, rstd);
-  check_operand(stream, "y", y, dtype, x.shape());
+  const DType dtype = check_norm(stream, "y", y, w, rstd);
+  check_residual(stream, "x", x, dtype, y.shape());
   PALIMPSEST_DISPATCH(stream, rms_norm_forward(stream, y, rstd, x, w, eps, kind));
 }
 
 void rms_norm_backward(Stream& stream, Tensor dx, Tensor dw, const Tensor& dy, const Tensor& x, const Tensor& w,
-                       const Tensor& rstd, NormWeight kind) {
-  const DType dtype = check_norm(stream, "x", x, w, rstd);
-  check_operand(stream, "dy", dy, dtype, x.shape());
-  check_operand(stream, "dx", dx, dtype, x.shape());
+                       const Tensor& rstd, NormWeight kind, Write write) {
+  const DType dtype = check_norm(stream, "dy", dy, w, rstd);
+  check_residual(stream, "x", x, dtype, dy.shape());
+  check_operand(stream, "dx", dx, x.dtype(), x.shape());
   check_contiguous_operand(stream, "dw", dw, statistics_dtype(dtype), w.shape());
-  count_token_sums(stream, dw.dtype(), x.dim(0), w.numel());
-  PALIMPSEST_DISPATCH(stream, rms_norm_backward(stream, dx, dw, dy, x, w, rstd, kind));
+  count_token_sums(stream, dw.dtype(), x.dim(0), 2 * w.numel());
+  PALIMPSEST_DISPATCH(stream, rms_norm_backward(stream, dx, dw, dy, x, w, rstd, kind, write));
 }
 
 void gated_rms_norm_forward(Stream& stream, Tensor y, Tensor rstd, const Tensor& o, const Tensor& z, const Tensor& w,
@@ -55,7 +55,7 @@ void gated_rms_norm_backward(Stream& stream, Tensor d_o, Tensor dz, Tensor dw, c
   check_operand(stream, "d_o", d_o, dtype, o.shape());
   check_operand(stream, "dz", dz, dtype, o.shape());
   check_contiguous_operand(stream, "dw", dw, statistics_dtype(dtype), w.shape());
-  count_token_sums(stream, dw.dtype(), o.dim(0), w.numel());
+  count_token_sums(stream, dw.dtype(), o.dim(0), 2 * w.numel());
   PALIMPSEST_DISPATCH(stream, gated_rms_norm_backward(stream, d_o, dz, dw, dy, o, z, w, rstd, activation));
 }
 

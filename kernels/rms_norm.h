@@ -3,18 +3,19 @@
 #pragma once
 
 #include "kernels/stream.h"
+#include "kernels/write.h"
 
 namespace palimpsest {
 
 enum class NormWeight : uint8_t { kPlain, kOneCentred };
 
 // x, y [N, D] or [N, H, D] (norm over D, rows may be spaced); w [D]; rstd [N] or [N, H], overwritten, kept for
-// backward.
+// backward. x and dx may be of the residual stream, of the next wider type than y and dy.
 PALIMPSEST_OP(rms_norm_forward, Stream& stream, Tensor y, Tensor rstd, const Tensor& x, const Tensor& w, double eps,
               NormWeight kind);
-// dx overwritten (may be dy); dw [D] accumulated.
+// dx overwritten (may be dy then) or added to; dw [D] accumulated.
 PALIMPSEST_OP(rms_norm_backward, Stream& stream, Tensor dx, Tensor dw, const Tensor& dy, const Tensor& x,
-              const Tensor& w, const Tensor& rstd, NormWeight kind);
+              const Tensor& w, const Tensor& rstd, NormWeight kind, Write write = Write::kOverwrite);
 
 // Gated RMSNorm on the output of a delta-rule mixer, per head over V: y = w * n(o) * phi(z). phi = sigmoid in KDA,
 // SiLU in Gated DeltaNet.

@@ -295,6 +295,7 @@ class Parser {
     kernels.add_option("--seconds", bench_kernels_.seconds, "how long to repeat each op")
         ->capture_default_str()
         ->check(positive_number());
+    kernels.add_option("--only", bench_kernels_.only, "the ops whose names contain this");
     add_json(kernels, bench_kernels_.json);
     kernels.callback([this] { result_ = bench_kernels_; });
   }

@@ -78,6 +78,7 @@ struct BenchTrainArguments {
 struct BenchKernelsArguments {
   ConfigArguments config;
   double seconds = 0.2;
+  std::string only;
   std::string json;
 };
 // --help and --version: text for standard output, and nothing else to do.

@@ -18,7 +18,8 @@ int run_command(const BenchTrainArguments& arguments, Ranks& ranks, Console& con
 }
 
 int run_command(const BenchKernelsArguments& arguments, Console& console) {
-  const std::vector<KernelBench> benches = bench_kernels(load_resolved(arguments.config), arguments.seconds, console);
+  const std::vector<KernelBench> benches = bench_kernels(
+      load_resolved(arguments.config), {.seconds_an_op = arguments.seconds, .only = arguments.only}, console);
   console.info(to_text(benches));
   write_report(arguments.json, to_json(benches));
   return kExitSuccess;

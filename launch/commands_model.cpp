@@ -128,7 +128,7 @@ int run_command(const GenerateArguments& arguments, Ranks& ranks, Console& conso
     request = request_of(arguments, *tokenizer);
     bench.emplace(config, mesh);
     bench->allocate(ParameterUse::kInference, rehearse_generation(bench->model(), bench->registry(), bench->device(),
-                                                                  bench->dtype(), request, mesh));
+                                                                  bench->types(), request, mesh));
   });
   load_trained_weights(config, *bench, console);
   // Every rank draws the same text; the first one writes it.

@@ -12,6 +12,7 @@
 #include "kernels/embedding.h"
 #include "kernels/linear.h"
 #include "kernels/rms_norm.h"
+#include "kernels/trace.h"
 #include "model/expert_balance.h"
 #include "model/head.h"
 #include "model/mixers.h"
@@ -32,6 +33,7 @@ struct LanguageModel::Block {
   int64_t mixer_product_elements;  // weights in matrix products, for the FLOP count
   int64_t mlp_product_elements;
   bool has_experts = false;
+  std::string forward_trace, backward_trace;  // names on a profiler's timeline
 
   Residual mixer_half(const ModelConfig& config) const { return {*mixer, *mixer_norm, config.norm_eps, config.norm}; }
   Residual mlp_half(const ModelConfig& config) const { return {*mlp, *mlp_norm, config.norm_eps, config.norm}; }
@@ -95,6 +97,8 @@ LanguageModel::LanguageModel(const ModelConfig& config, ParameterRegistry& regis
     block.mlp_product_elements = registry.num_product_elements() - between;
     block.mixer_norm = &registry.declare(block_norm(config, prefix + "input_layernorm.weight"));
     block.mlp_norm = &registry.declare(block_norm(config, prefix + "post_attention_layernorm.weight"));
+    block.forward_trace = fmt::format("forward of layer {}, {}", i, block.kind);
+    block.backward_trace = fmt::format("backward of layer {}, {}", i, block.kind);
     blocks_.push_back(std::move(block));
   }
   head_group_ = registry.begin_group(config.tie_embeddings ? kSlotOfTiedHead : kSlotOfEnds);
@@ -138,18 +142,19 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& given, 
 
   ExpertBalance experts(context, config_.moe, static_cast<int64_t>(routed_layers_.size()));
   // 1. embedding
-  Tensor x = keep.allocate(context.dtype, {n, D});
+  Tensor x = keep.allocate(context.residual, {n, D});
   embed(context, input.tokens, x);
   // 2. blocks
   std::vector<SavedBlock> saved;
   saved.reserve(blocks_.size());
   const auto run_half = [&](const Residual& half, Keep keep_half) {
-    const Tensor y = keep.allocate(context.dtype, {n, D});
+    const Tensor y = keep.allocate(context.residual, {n, D});
     SavedResidual result = half.forward(context, input.sequence, x, y, keep_half);
     x = y;
     return result;
   };
   for (size_t i = 0; i < blocks_.size(); ++i) {
+    const TraceRange range(blocks_[i].forward_trace.c_str());
     need_block(context, i, group_of_block(i) + 1);
     SavedBlock saved_block;
     saved_block.mixer = run_half(blocks_[i].mixer_half(config_), keep_mixer);
@@ -163,23 +168,26 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& given, 
   need_head(context, head_group_ - 1);
   if (tied) hooks.before_backward(context, embedding_group_);
   hooks.before_backward(context, head_group_);
-  const Tensor d = keep.allocate(context.dtype, {n, D});
+  const Tensor d = keep.allocate(context.residual, {n, D});
   {
+    const TraceRange range("head and loss");
     Arena::Scope inner(stream.scratch());
     const Tensor rstd = stream.scratch().allocate(final_norm_->value.dtype(), {n});
     const Tensor hidden = stream.scratch().allocate(context.dtype, {n, D});
     rms_norm_forward(stream, hidden, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
-    PartialSum d_hidden(context, d, N);
+    const Tensor of_head = context.residual == context.dtype ? d : stream.scratch().allocate(context.dtype, {n, D});
+    PartialSum d_hidden(context, of_head, N);
     head_loss_forward_backward(
         context, {.loss_sum = loss_sum, .z_sum = z_sum, .d_hidden = d_hidden.all(), .d_weight = head_->grad},
         gather_tokens(context, hidden, N), {.weight = head_->value, .vocab_begin = head_->block.start[0]},
         input.targets, options.z_loss, options.grad_scale);
     d_hidden.scatter();
-    rms_norm_backward(stream, d, final_norm_->grad, d, x, final_norm_->value, rstd, config_.norm);
+    rms_norm_backward(stream, d, final_norm_->grad, of_head, x, final_norm_->value, rstd, config_.norm);
   }
   hooks.after_backward(context, head_group_);
   // 2. blocks in reverse
   for (size_t i = blocks_.size(); i-- > 0;) {
+    const TraceRange range(blocks_[i].backward_trace.c_str());
     need_block(context, i, i > 0 ? group_of_block(i - 1) : ParameterHooks::kNoGroup);
     hooks.before_backward(context, group_of_block(i));
     blocks_[i].mlp_half(config_).backward(context, input.sequence, saved[i].mlp, d);
@@ -187,6 +195,7 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& given, 
     hooks.after_backward(context, group_of_block(i));
   }
   // 1.
+  const TraceRange range("embedding backward");
   if (!tied) hooks.before_backward(context, embedding_group_);
   Arena::Scope inner(stream.scratch());
   embedding_backward(stream, embedding_->grad, gather_tokens(context, d, N), input.tokens,
@@ -199,8 +208,8 @@ Tensor LanguageModel::forward_hidden(Context& context, const ModelInput& input) 
   Arena& keep = context.activations;
   const int64_t N = input.tokens.dim(0), D = config_.hidden_size, n = tokens_of_rank(context, N);
   Arena::Scope all(keep);
-  const Tensor x = keep.allocate(context.dtype, {n, D});
-  const Tensor y = keep.allocate(context.dtype, {n, D});
+  const Tensor x = keep.allocate(context.residual, {n, D});
+  const Tensor y = keep.allocate(context.residual, {n, D});
   embed(context, input.tokens, x);
   for (size_t i = 0; i < blocks_.size(); ++i) {
     Arena::Scope scope(keep);
@@ -255,8 +264,8 @@ std::string LanguageModel::first_non_finite_output(Context& context, const Model
   Arena::Scope scope(keep);
   Communicator& world = context.mesh.world();
   const ModelInput input = on_device(context, given);
-  const Tensor x = keep.allocate(context.dtype, {tokens_of_rank(context, input.tokens.dim(0)), config_.hidden_size});
-  const Tensor y = keep.allocate(context.dtype, x.shape());
+  const Tensor x = keep.allocate(context.residual, {tokens_of_rank(context, input.tokens.dim(0)), config_.hidden_size});
+  const Tensor y = keep.allocate(context.residual, x.shape());
   std::string first;
   // Goes on to the end, so that all ranks send each other the same whatever each of them finds.
   const auto look_at = [&](const Tensor& output, const std::string& name) {
@@ -295,7 +304,7 @@ void LanguageModel::extend(Context& context, DecodeStates& states, const Tensor&
   transfer(stream, positions, Tensor(counted.data(), DType::kI32, {N}));
   const Sequence sequence{.documents = Documents::single(N), .positions = positions};
   const Tensor rstd = scratch.allocate(final_norm_->value.dtype(), {N});
-  const Tensor x = scratch.allocate(context.dtype, {N, D});
+  const Tensor x = scratch.allocate(context.residual, {N, D});
   const Tensor normed = scratch.allocate(context.dtype, {N, D});
   const Tensor y = scratch.allocate(context.dtype, {N, D});
   // Every tensor rank holds all of the few tokens here; partial sums are added in place.

@@ -18,14 +18,23 @@ namespace palimpsest {
 
 struct ExpertTally;
 
+// Number types of activations, and of the residual stream, the sum that every block adds to: the same, or the next
+// wider (f32 beside bf16, f64 beside f32).
+struct ActivationTypes {
+  ActivationTypes(DType both) : dtype(both), residual(both) {}  // NOLINT(google-explicit-constructor): usually one
+  ActivationTypes(DType dtype, DType residual) : dtype(dtype), residual(residual) {}
+  DType dtype, residual;
+};
+
 // Where a step runs. Temporaries come from stream.scratch(), what backward needs from `activations`.
 struct Context {
   Stream& stream;
   Arena& activations;
-  DType dtype;  // of activations: f32 or f64 on the CPU
+  DType dtype;  // of activations: f32 or f64 on the CPU, f32 or bf16 on a GPU
   const Mesh& mesh = Mesh::single();
   const ExpertTally* experts = nullptr;  // what layers with routed experts note of a training micro-batch; or nothing
   ParameterHooks* hooks = &ParameterHooks::none();  // with zero: 3, all of a replica group run the model equally often
+  DType residual = dtype;                           // of the residual stream, see ActivationTypes
 };
 
 // How the N tokens of a batch, or of one sequence rank's part of it, lie in time.

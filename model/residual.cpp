@@ -20,14 +20,16 @@ SavedResidual Residual::forward(Context& context, const Sequence& sequence, cons
   const int64_t mark = context.activations.mark();
   const int64_t N = sequence.documents.num_tokens();
   const Tensor x_normed = gather_tokens(context, normed(context, x, saved.rstd), N);
-  PartialSum out(context, y, N);
+  const Tensor of_branch =
+      context.residual == context.dtype ? y : context.stream.scratch().allocate(context.dtype, y.shape());
+  PartialSum out(context, of_branch, N);
   saved.branch = branch_.forward(context, sequence, x_normed, out.all());
   out.scatter();
   if (keep == Keep::kRecompute) {
     saved.branch.reset();
     context.activations.release(mark);
   }
-  add(context.stream, y, y, x);
+  add(context.stream, y, x, of_branch);
   return saved;
 }
 
@@ -39,13 +41,15 @@ void Residual::backward(Context& context, const Sequence& sequence, const SavedR
   const Tensor x_normed = gather_tokens(context, normed(context, saved.x, saved.rstd), N);
   std::unique_ptr<Saved> again;
   if (!saved.branch) again = branch_.forward(context, sequence, x_normed, {});
+  const Tensor dy = context.residual == context.dtype ? d : scratch.allocate(context.dtype, d.shape());
+  if (context.residual != context.dtype) copy(context.stream, dy, d);
   const Tensor d_normed = scratch.allocate(context.dtype, d.shape());
   PartialSum d_in(context, d_normed, N);
-  branch_.backward(context, sequence, again ? *again : *saved.branch, x_normed, gather_tokens(context, d, N),
+  branch_.backward(context, sequence, again ? *again : *saved.branch, x_normed, gather_tokens(context, dy, N),
                    d_in.all());
   d_in.scatter();
-  rms_norm_backward(context.stream, d_normed, norm_.grad, d_normed, saved.x, norm_.value, saved.rstd, norm_weight_);
-  add(context.stream, d, d, d_normed);
+  rms_norm_backward(context.stream, d, norm_.grad, d_normed, saved.x, norm_.value, saved.rstd, norm_weight_,
+                    Write::kAccumulate);
 }
 
 }  // namespace palimpsest

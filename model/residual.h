@@ -13,7 +13,7 @@ namespace palimpsest {
 enum class Keep : uint8_t { kSaved, kRecompute };
 
 struct SavedResidual {
-  Tensor x;                       // [n, D]: the input, of this tensor rank's tokens
+  Tensor x;                       // [n, D] of the residual stream: the input, of this tensor rank's tokens
   Tensor rstd;                    // [n]
   std::unique_ptr<Saved> branch;  // null when it is to be recomputed
 };
@@ -25,7 +25,8 @@ class Residual {
   Residual(const Branch& branch, const Parameter& norm, double norm_eps, NormWeight norm_weight)
       : branch_(branch), norm_(norm), norm_eps_(norm_eps), norm_weight_(norm_weight) {}
 
-  // x, y [n, D]; y overwritten; must be allocated before, since saved activations follow it in the arena.
+  // x, y [n, D] of the residual stream; y overwritten; must be allocated before, since saved activations follow it in
+  // the arena.
   SavedResidual forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y, Keep keep) const;
   // d [n, D]: the gradient of y on entry, of x on return.
   void backward(Context& context, const Sequence& sequence, const SavedResidual& saved, Tensor d) const;

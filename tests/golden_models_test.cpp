@@ -69,8 +69,8 @@ Device device_under_test() {
 // A model with all its memory, sized by a rehearsal.
 class ModelRun {
  public:
-  ModelRun(const HfModel& hf, DType dtype, int64_t rows, int64_t row_length)
-      : hf_(hf), dtype_(dtype), rows_(rows), row_length_(row_length), model_(hf.config, registry_) {
+  ModelRun(const HfModel& hf, const ActivationTypes& types, int64_t rows, int64_t row_length)
+      : hf_(hf), types_(types), rows_(rows), row_length_(row_length), model_(hf.config, registry_) {
     fill_host_inputs();
     Arena parameters = Arena::planning("parameters", device_), gradients = Arena::planning("gradients", device_),
           optimizer = Arena::planning("optimizer", device_), activations = Arena::planning("activations", device_),
@@ -78,7 +78,7 @@ class ModelRun {
     registry_.bind(parameters_dtype(), ParameterUse::kTraining, parameters, gradients, optimizer);
     allocate_inputs(activations);
     Stream stream(device_, scratch);
-    Context context{stream, activations, dtype};
+    Context context = context_on(stream, activations);
     model_.forward_backward(context, input(), {}, loss_sum_, z_sum_);
     model_.forward_logits(context, input(), logits_);
     model_.forward_loss(context, input(), token_loss_);
@@ -111,7 +111,7 @@ class ModelRun {
     double loss, grad_norm;
   };
   StepResult forward_backward() {
-    Context context{*stream_, *activations_, dtype_};
+    Context context = context_on(*stream_, *activations_);
     registry_.zero_gradients(*stream_);
     fill_zero(*stream_, loss_sum_);
     fill_zero(*stream_, z_sum_);
@@ -135,13 +135,13 @@ class ModelRun {
   }
 
   std::vector<double> logits() {
-    Context context{*stream_, *activations_, dtype_};
+    Context context = context_on(*stream_, *activations_);
     model_.forward_logits(context, input(), logits_);
     return to_doubles(logits_);
   }
 
   std::vector<double> token_loss() {
-    Context context{*stream_, *activations_, dtype_};
+    Context context = context_on(*stream_, *activations_);
     model_.forward_loss(context, input(), token_loss_);
     return to_doubles(token_loss_);
   }
@@ -149,7 +149,10 @@ class ModelRun {
   ParameterRegistry& registry() { return registry_; }
 
  private:
-  DType parameters_dtype() const { return dtype_ == DType::kF64 ? DType::kF64 : DType::kF32; }
+  Context context_on(Stream& stream, Arena& activations) const {
+    return {.stream = stream, .activations = activations, .dtype = types_.dtype, .residual = types_.residual};
+  }
+  DType parameters_dtype() const { return types_.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
   void fill_host_inputs() {
     for (std::vector<int32_t>* values : {&tokens_, &targets_, &positions_})
       values->resize(static_cast<size_t>(rows_ * row_length_));
@@ -159,7 +162,7 @@ class ModelRun {
     loss_sum_ = arena.allocate(DType::kF64, {1});
     z_sum_ = arena.allocate(DType::kF64, {1});
     control_ = arena.allocate(DType::kF64, {kStepControlSize});
-    logits_ = arena.allocate(dtype_, {N, hf_.config.vocab_size});
+    logits_ = arena.allocate(types_.dtype, {N, hf_.config.vocab_size});
     token_loss_ = arena.allocate(parameters_dtype(), {N});
   }
 
@@ -174,7 +177,7 @@ class ModelRun {
 
   const Device device_ = device_under_test();
   HfModel hf_;
-  DType dtype_;
+  ActivationTypes types_;
   int64_t rows_, row_length_;
   ParameterRegistry registry_;
   LanguageModel model_;
@@ -240,14 +243,18 @@ struct Bf16Limits {
 
 struct Case {
   std::string folder;
-  DType dtype;
+  ActivationTypes types;
+  std::string type_name() const {
+    const std::string name = name_of(types.dtype);
+    return types.residual == types.dtype ? name : name + " beside " + name_of(types.residual);
+  }
 };
 
 class GoldenModels : public testing::TestWithParam<Case> {
  protected:
   void check(const char* what, double error, double limit) {
-    std::printf("%-20s %s %-52s %.2e (limit %.0e)\n", GetParam().folder.c_str(), name_of(GetParam().dtype), what, error,
-                limit);
+    std::printf("%-20s %s %-52s %.2e (limit %.0e)\n", GetParam().folder.c_str(), GetParam().type_name().c_str(), what,
+                error, limit);
     EXPECT_LE(error, limit) << what;
     EXPECT_FALSE(std::isnan(error)) << what;
   }
@@ -256,7 +263,7 @@ class GoldenModels : public testing::TestWithParam<Case> {
 TEST_P(GoldenModels, MatchesThePublicImplementation) {
   if (device_under_test() == Device::kCuda && num_gpus() == 0)
     GTEST_SKIP() << "there is no GPU that this build can use";
-  const bool rounds = GetParam().dtype == DType::kBF16;
+  const bool rounds = GetParam().types.dtype == DType::kBF16;
   const std::string folder = models_directory() + "/" + GetParam().folder;
   try {
     read_hf_config(read_whole_file(folder + "/config.json"), GetParam().folder);
@@ -274,7 +281,7 @@ TEST_P(GoldenModels, MatchesThePublicImplementation) {
   const int64_t steps = all_tokens.shape.at(0), rows = all_tokens.shape.at(1), row_length = all_tokens.shape.at(2) - 1;
   const std::vector<int32_t> tokens = read_as_i32(all_tokens, "tokens");
 
-  ModelRun run(hf, GetParam().dtype, rows, row_length);
+  ModelRun run(hf, GetParam().types, rows, row_length);
   const HfWeights weights(source.tensors, hf, run.registry());
   for (const std::string& name : weights.unknown())  // the library writes a shared expert of size 0
     EXPECT_EQ(source.tensors.find(name)->numel(), 0) << name;
@@ -344,14 +351,17 @@ TEST_P(GoldenModels, MatchesThePublicImplementation) {
 
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
+  const bool cuda = device_under_test() == Device::kCuda;
   for (const std::string& folder : model_folders())
-    for (DType dtype : {DType::kF32, device_under_test() == Device::kCuda ? DType::kBF16 : DType::kF64})
-      cases.push_back({folder, dtype});
+    for (const ActivationTypes& types :
+         cuda ? std::vector<ActivationTypes>{DType::kF32, DType::kBF16, {DType::kBF16, DType::kF32}}
+              : std::vector<ActivationTypes>{DType::kF32, DType::kF64, {DType::kF32, DType::kF64}})
+      cases.push_back({folder, types});
   return cases;
 }
 
 INSTANTIATE_TEST_SUITE_P(AllFolders, GoldenModels, testing::ValuesIn(all_cases()), [](const auto& info) {
-  std::string name = info.param.folder + "_" + name_of(info.param.dtype);
+  std::string name = info.param.folder + "_" + info.param.type_name();
   std::replace_if(
       name.begin(), name.end(), [](char c) { return !std::isalnum(static_cast<unsigned char>(c)); }, '_');
   return name;

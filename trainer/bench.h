@@ -37,16 +37,20 @@ std::string to_json(const TrainBench& bench);
 // One op, forward or backward, at the sizes of a model.
 struct KernelBench {
   std::string name, sizes;
-  std::string path;                // the device and, of several forms, the one that ran
-  double ms = 0.0;                 // the best of several runs
-  double gflops_per_second = 0.0;  // 0: the op is not judged by its arithmetic
-  double gbytes_per_second = 0.0;  // inputs read once and outputs written once
+  std::string dtype;               // of activations
+  std::string path;                // the device and, where there are several, the form or the kernels that ran
+  double ms = 0.0;                 // the median of several runs
+  double tflops_per_second = 0.0;  // 0: the op is not judged by its arithmetic
+  double tbytes_per_second = 0.0;  // inputs read once and outputs written once
   double of_ceiling = 0.0;         // 0 to 1: the time that the machine's best product or copy would take, over ms
-  double error = 0.0;              // against the same op in f64: norm of the difference over norm
+  double error = 0.0;              // on at most 512 tokens, against f64: norm of the difference over norm
 };
-// Every op at the sizes of the configured model, with one micro-batch of rows.
-// Each runs again and again for the given time.
-std::vector<KernelBench> bench_kernels(const Config& config, double seconds_an_op, Console& console);
+struct KernelBenchOptions {
+  double seconds_an_op = 0.2;  // how long each is repeated
+  std::string only;            // ops whose names contain this
+};
+// Every op at the sizes of the configured model, with one micro-batch of rows; beside bf16 in f32 as well.
+std::vector<KernelBench> bench_kernels(const Config& config, const KernelBenchOptions& options, Console& console);
 std::string to_text(const std::vector<KernelBench>& benches);
 std::string to_json(const std::vector<KernelBench>& benches);
 

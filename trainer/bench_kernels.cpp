@@ -29,18 +29,19 @@ double seconds_of(const Stream& stream, Work&& work) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
+constexpr char kLabelSeparator = '|';  // between the path that ran and the sizes
+
 // What no op can be faster than.
 struct Ceilings {
   double flops_per_second = 0.0, bytes_per_second = 0.0;
 };
 
-Ceilings measure_ceilings(Device device) {
-  constexpr int64_t kElements = int64_t{16} << 20;  // more than caches hold
+Ceilings measure_ceilings(Device device, DType dtype) {
+  const int64_t kElements = int64_t{device == Device::kCpu ? 16 : 256} << 20;  // more than caches hold
   constexpr int kTries = 5;
   Arena memory("ceilings", device, std::max(kMatmulBytes, 2 * kElements * size_of(DType::kF32)));
   Arena scratch("scratch", device, 0);
-  Ceilings ceilings = {.flops_per_second =
-                           measure_matmul_flops(device, device == Device::kCuda ? DType::kBF16 : DType::kF32, memory)};
+  Ceilings ceilings = {.flops_per_second = measure_matmul_flops(device, dtype, memory)};
   Stream stream(device, scratch);
   const Tensor x = memory.allocate(DType::kF32, {kElements}), y = memory.allocate(DType::kF32, {kElements});
   fill_zero(stream, x);
@@ -94,8 +95,18 @@ std::vector<double> values_of(const std::vector<Tensor>& tensors) {
   return values;
 }
 
+// What is timed, in one dtype.
+struct BenchCase {
+  const BenchOp* op;
+  const BenchOp* small;  // the same op on fewer tokens, for its error
+  Device device;
+  DType dtype;
+  Ceilings ceilings;
+};
+
 // The norm of the difference over the norm of the same op's result in f64 on the CPU.
-double error_of_first_run(const BenchOp& op, const ReadyOp& ready) {
+double error_of(const BenchOp& op, Device device, DType dtype) {
+  const ReadyOp ready(op, device, dtype);
   ready.op().run();
   const std::vector<double> values = values_of(ready.op().writes);
   const ReadyOp exact(op, Device::kCpu, DType::kF64);
@@ -110,43 +121,51 @@ double error_of_first_run(const BenchOp& op, const ReadyOp& ready) {
   return std::sqrt(difference / norm);
 }
 
-void run(benchmark::State& state, const BenchOp& op, Device device, const Ceilings& ceilings) {
-  const ReadyOp ready(op, device, DType::kF32);
-  const double error = error_of_first_run(op, ready);
-  double best = std::numeric_limits<double>::infinity();
+void run(benchmark::State& state, const BenchCase& bench) {
+  const double error = error_of(*bench.small, bench.device, bench.dtype);
+  const ReadyOp ready(*bench.op, bench.device, bench.dtype);
+  take_last_path(ready.stream());
+  ready.op().run();
+  const std::string path = take_last_path(ready.stream());
+  std::vector<double> times;
   for ([[maybe_unused]] auto step : state) {
-    const double taken = seconds_of(ready.stream(), ready.op().run);
-    state.SetIterationTime(taken);
-    best = std::min(best, taken);
+    times.push_back(seconds_of(ready.stream(), ready.op().run));
+    state.SetIterationTime(times.back());
   }
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  const double median = times[times.size() / 2];
+  const Ceilings& ceilings = bench.ceilings;
   const PreparedOp& prepared = ready.op();
   const double bytes = total_bytes(prepared.reads) + total_bytes(prepared.writes);
   const double least = std::max(prepared.flops / ceilings.flops_per_second, bytes / ceilings.bytes_per_second);
-  state.counters["ms"] = 1e3 * best;
-  state.counters["gflops_per_second"] = 1e-9 * prepared.flops / best;
-  state.counters["gbytes_per_second"] = 1e-9 * bytes / best;
-  state.counters["of_ceiling"] = least / best;
+  state.counters["ms"] = 1e3 * median;
+  state.counters["tflops_per_second"] = 1e-12 * prepared.flops / median;
+  state.counters["tbytes_per_second"] = 1e-12 * bytes / median;
+  state.counters["of_ceiling"] = least / median;
   state.counters["error"] = error;
-  state.SetLabel(prepared.sizes);
+  state.SetLabel(path + kLabelSeparator + prepared.sizes);
 }
 
 // Takes the library's results as they come.
 class Collector : public benchmark::BenchmarkReporter {
  public:
-  Collector(const std::vector<BenchOp>& ops, Device device, ProgressBar& progress)
-      : ops_(ops), device_(device), progress_(progress) {}
+  Collector(const std::vector<BenchCase>& cases, ProgressBar& progress) : cases_(cases), progress_(progress) {}
 
   bool ReportContext(const Context&) override { return true; }
   void ReportRuns(const std::vector<Run>& runs) override {
     for (const Run& run : runs) {
-      const BenchOp& op = ops_[results_.size()];  // run in the order in which they were registered
+      const BenchCase& bench = cases_[results_.size()];  // run in the order in which they were registered
+      const size_t separator = run.report_label.find(kLabelSeparator);
+      const std::string ran = run.report_label.substr(0, separator);
+      const std::string& kind = ran.empty() ? bench.op->form : ran;
       const auto counter = [&](const char* name) { return run.counters.at(name).value; };
-      results_.push_back({.name = op.name,
-                          .sizes = run.report_label,
-                          .path = std::string(name_of(device_)) + (op.form.empty() ? "" : ", " + op.form),
+      results_.push_back({.name = bench.op->name,
+                          .sizes = run.report_label.substr(separator + 1),
+                          .dtype = name_of(bench.dtype),
+                          .path = std::string(name_of(bench.device)) + (kind.empty() ? "" : ", " + kind),
                           .ms = counter("ms"),
-                          .gflops_per_second = counter("gflops_per_second"),
-                          .gbytes_per_second = counter("gbytes_per_second"),
+                          .tflops_per_second = counter("tflops_per_second"),
+                          .tbytes_per_second = counter("tbytes_per_second"),
                           .of_ceiling = counter("of_ceiling"),
                           .error = counter("error")});
       progress_.add(1);
@@ -155,44 +174,60 @@ class Collector : public benchmark::BenchmarkReporter {
   std::vector<KernelBench> take_results() { return std::move(results_); }
 
  private:
-  const std::vector<BenchOp>& ops_;
-  Device device_;
+  const std::vector<BenchCase>& cases_;
   ProgressBar& progress_;
   std::vector<KernelBench> results_;
 };
 
 }  // namespace
 
-std::vector<KernelBench> bench_kernels(const Config& config, double seconds_an_op, Console& console) {
+std::vector<KernelBench> bench_kernels(const Config& config, const KernelBenchOptions& options, Console& console) {
   set_threads(config);
   const Device device = device_of(config);
-  const Ceilings ceilings = measure_ceilings(device);
-  console.info(fmt::format("ceilings: {:.1f} GFLOP/s of the best of five 2048^3 products, {:.1f} GB/s of a copy",
-                           1e-9 * ceilings.flops_per_second, 1e-9 * ceilings.bytes_per_second));
-  const std::vector<BenchOp> ops = bench_ops(config);
-  for (const BenchOp& op : ops)
-    benchmark::RegisterBenchmark(op.name.c_str(), [&](benchmark::State& state) { run(state, op, device, ceilings); })
+  if (device == Device::kCuda) use_gpu(0);
+  std::vector<DType> dtypes = {types_of(config).dtype};
+  if (dtypes[0] == DType::kBF16) dtypes.push_back(DType::kF32);
+  // Errors are those of few tokens: the reference in f64 runs on the CPU.
+  constexpr int64_t kTokensForError = 512;
+  Config small = config;
+  small.train.sequences_per_step = small.train.micro_batch = 1;
+  small.data.sequence_length = std::min(config.data.sequence_length, kTokensForError);
+  const std::vector<BenchOp> ops = bench_ops(config), small_ops = bench_ops(small);
+  std::vector<BenchCase> cases;
+  for (const DType dtype : dtypes) {
+    const Ceilings ceilings = measure_ceilings(device, dtype);
+    console.info(fmt::format(
+        "ceilings in {}: {:.2f} TFLOP/s of the best of five products of square matrices, {:.3f} TB/s of a copy",
+        name_of(dtype), 1e-12 * ceilings.flops_per_second, 1e-12 * ceilings.bytes_per_second));
+    for (size_t i = 0; i < ops.size(); ++i)
+      if (ops[i].name.find(options.only) != std::string::npos)
+        cases.push_back({&ops[i], &small_ops[i], device, dtype, ceilings});
+  }
+  if (cases.empty()) throw_user_error("--only ", options.only, ": no op has this in its name");
+  for (const BenchCase& bench : cases)
+    benchmark::RegisterBenchmark(bench.op->name.c_str(), [&](benchmark::State& state) { run(state, bench); })
         ->UseManualTime()
-        ->MinTime(seconds_an_op);
+        ->MinTime(options.seconds_an_op);
   std::vector<KernelBench> results;
   {
-    ProgressBar progress(console, "bench kernels", static_cast<int64_t>(ops.size()), "ops");
-    Collector collector(ops, device, progress);
+    ProgressBar progress(console, "bench kernels", static_cast<int64_t>(cases.size()), "ops");
+    Collector collector(cases, progress);
     benchmark::RunSpecifiedBenchmarks(&collector, "all");
     results = collector.take_results();
   }
   benchmark::ClearRegisteredBenchmarks();
-  CHECK(results.size() == ops.size());
+  CHECK(results.size() == cases.size());
   return results;
 }
 
 std::string to_text(const std::vector<KernelBench>& benches) {
-  std::string text = fmt::format("{:<24} {:>10} {:>10} {:>8} {:>8} {:>8}  {:<16} {}\n", "op", "ms", "GFLOP/s", "GB/s",
-                                 "of best", "error", "path", "sizes, f32");
+  std::string text = fmt::format("{:<24} {:>5} {:>10} {:>9} {:>8} {:>8} {:>8}  {:<16} {}\n", "op", "", "ms", "TFLOP/s",
+                                 "TB/s", "of best", "error", "path", "sizes");
   for (const KernelBench& bench : benches)
-    text += fmt::format("{:<24} {:>10.3f} {:>10} {:>8.1f} {:>7.1f}% {:>8.1e}  {:<16} {}\n", bench.name, bench.ms,
-                        bench.gflops_per_second > 0 ? fmt::format("{:.1f}", bench.gflops_per_second) : "",
-                        bench.gbytes_per_second, 100 * bench.of_ceiling, bench.error, bench.path, bench.sizes);
+    text +=
+        fmt::format("{:<24} {:>5} {:>10.3f} {:>9} {:>8.3f} {:>7.1f}% {:>8.1e}  {:<16} {}\n", bench.name, bench.dtype,
+                    bench.ms, bench.tflops_per_second > 0 ? fmt::format("{:.3f}", bench.tflops_per_second) : "",
+                    bench.tbytes_per_second, 100 * bench.of_ceiling, bench.error, bench.path, bench.sizes);
   return text;
 }
 
@@ -202,10 +237,11 @@ std::string to_json(const std::vector<KernelBench>& benches) {
     items += (items.empty() ? "" : ",\n ") + JsonObject()
                                                  .add("op", bench.name)
                                                  .add("sizes", bench.sizes)
+                                                 .add("dtype", bench.dtype)
                                                  .add("path", bench.path)
                                                  .add("ms", bench.ms)
-                                                 .add("gflops_per_second", bench.gflops_per_second)
-                                                 .add("gbytes_per_second", bench.gbytes_per_second)
+                                                 .add("tflops_per_second", bench.tflops_per_second)
+                                                 .add("tbytes_per_second", bench.tbytes_per_second)
                                                  .add("of_ceiling", bench.of_ceiling)
                                                  .add("error", bench.error)
                                                  .text();

@@ -15,6 +15,7 @@
 #include "kernels/elementwise.h"
 #include "kernels/embedding.h"
 #include "kernels/linear.h"
+#include "kernels/mla_heads.h"
 #include "kernels/random.h"
 #include "kernels/rms_norm.h"
 #include "kernels/short_conv.h"
@@ -40,8 +41,9 @@ Tensor BenchPlace::drawn(DType dtype, Shape shape, Draw&& draw) {
 
 namespace {
 
+// One that bf16 holds, so that an op's error is not that of its inputs.
 float random_number(uint64_t stream, uint64_t i) {
-  return static_cast<float>(2.0 * random_uniform(1, stream, i) - 1.0);
+  return to_float(to_bf16(static_cast<float>(2.0 * random_uniform(1, stream, i) - 1.0)));
 }
 
 }  // namespace
@@ -118,28 +120,51 @@ void add_linear(Ops& ops, const Sizes& s, const char* what, int64_t in, int64_t 
        }});
 }
 
+// A mixer of the delta-rule family.
+struct DeltaRuleKind {
+  std::string name;
+  int64_t num_heads, num_value_heads, key_size, value_size;
+  DeltaRuleOptions options;
+};
+
+DeltaRuleKind kda_kind(const KdaConfig& kda) {
+  DeltaRuleKind kind = {"kda",        kda.num_heads, kda.num_value_heads.value_or(kda.num_heads),
+                        kda.head_dim, kda.head_dim,  {}};
+  if (kda.gate_lower_bound) {
+    kind.options.gate = Gate::kBounded;
+    kind.options.gate_lower_bound = *kda.gate_lower_bound;
+  }
+  return kind;
+}
+
+DeltaRuleKind gdn_kind(const GdnConfig& gdn) {
+  return {"gdn",
+          gdn.num_heads,
+          gdn.num_value_heads.value_or(gdn.num_heads),
+          gdn.head_dim,
+          gdn.value_head_dim.value_or(gdn.head_dim),
+          {.decay = Decay::kScalar}};
+}
+
 // Tensors of the delta rule, the op's options and the sizes, shared by forward and backward.
 struct DeltaRuleBench {
-  DeltaRuleBench(BenchPlace& place, const Sizes& s, DeltaForm form) : documents(s.documents()) {
-    const KdaConfig& kda = s.model.kda;
-    const int64_t N = s.N, H = kda.num_heads, HV = kda.num_value_heads.value_or(H), K = kda.head_dim;
+  DeltaRuleBench(BenchPlace& place, const Sizes& s, const DeltaRuleKind& kind, DeltaForm form)
+      : documents(s.documents()), options(kind.options) {
+    const int64_t N = s.N, H = kind.num_heads, HV = kind.num_value_heads, K = kind.key_size, V = kind.value_size;
     options.scale = 1.0 / std::sqrt(static_cast<double>(K));
     options.form = form;
-    if (kda.gate_lower_bound) {
-      options.gate = Gate::kBounded;
-      options.gate_lower_bound = *kda.gate_lower_bound;
-    }
+    const bool vector = options.decay == Decay::kVector;
     in = {.q = place.random({N, H, K}),
           .k = place.random({N, H, K}),
-          .v = place.random({N, HV, K}),
+          .v = place.random({N, HV, V}),
           .beta_logit = place.random({N, HV}),
-          .gate_logit = place.random({N, HV, K}),
+          .gate_logit = place.random(vector ? Shape{N, HV, K} : Shape{N, HV}),
           .A_log = place.wide_zeros({HV}),
-          .dt_bias = place.wide_zeros({HV, K})};
-    o = place.zeros({N, HV, K});
+          .dt_bias = place.wide_zeros(vector ? Shape{HV, K} : Shape{HV})};
+    o = place.zeros({N, HV, V});
     saved = allocate_delta_rule_saved(place.memory(), place.dtype(), delta_rule_shape(in, documents), options);
-    flops = static_cast<double>(N * HV) * delta_rule_flops(K, K);
-    sizes = fmt::format("{} x {} tokens, {} heads of {}", s.rows, s.T, HV, K);
+    flops = static_cast<double>(N * HV) * delta_rule_flops(K, V);
+    sizes = fmt::format("{} x {} tokens, {} / {} heads of {} / {}", s.rows, s.T, H, HV, K, V);
   }
   Documents documents;
   DeltaRuleOptions options;
@@ -150,17 +175,17 @@ struct DeltaRuleBench {
   std::string sizes;
 };
 
-void add_delta_rule(Ops& ops, const Sizes& s, DeltaForm form) {
+void add_delta_rule(Ops& ops, const Sizes& s, const DeltaRuleKind& kind, DeltaForm form) {
   const char* name = form == DeltaForm::kChunkwise ? "chunkwise" : "recurrence";
-  ops.push_back({"delta_rule_forward", name, [=](BenchPlace& place) {
-                   const DeltaRuleBench b(place, s, form);
+  ops.push_back({kind.name + "_forward", name, [=](BenchPlace& place) {
+                   const DeltaRuleBench b(place, s, kind, form);
                    return PreparedOp{b.sizes, b.flops, {b.in.q, b.in.k, b.in.v, b.in.gate_logit}, {b.o}, [=, &place] {
                                        delta_rule_forward(place.stream(), {.o = b.o}, b.saved, b.in, b.options,
                                                           b.documents);
                                      }};
                  }});
-  ops.push_back({"delta_rule_backward", name, [=](BenchPlace& place) {
-                   const DeltaRuleBench b(place, s, form);
+  ops.push_back({kind.name + "_backward", name, [=](BenchPlace& place) {
+                   const DeltaRuleBench b(place, s, kind, form);
                    delta_rule_forward(place.stream(), {.o = b.o}, b.saved, b.in, b.options, b.documents);
                    const auto like = [&](const Tensor& x) { return place.zeros(x.dtype(), x.shape()); };
                    const DeltaRuleGrads grads = {.dq = like(b.in.q),
@@ -229,6 +254,26 @@ void add_attention(Ops& ops, const Sizes& s) {
                attention_backward(place.stream(), {dq, dk, dv, d_o, q, k, v, o, lse, scale}, s.documents());
              }};
        }});
+}
+
+void add_mla_heads(Ops& ops, const Sizes& s) {
+  const MlaConfig& mla = s.model.mla;
+  const int64_t N = s.N, H = mla.num_heads, K = mla.qk_nope_head_dim, R = mla.qk_rope_head_dim, V = mla.v_head_dim;
+  const std::string sizes = fmt::format("[{}, {}, {} + {} + {}]", N, H, K, R, V);
+  ops.push_back({"mla_keys_values_forward", "", [=](BenchPlace& place) {
+                   const Tensor kv = place.random({N, H, K + V}), k_pe = place.random({N, R});
+                   const Tensor k = place.zeros({N, H, K + R}), v = place.zeros({N, H, V});
+                   return PreparedOp{sizes, 0, {kv, k_pe}, {k, v}, [=, &place] {
+                                       mla_keys_values_forward(place.stream(), k, v, kv, k_pe);
+                                     }};
+                 }});
+  ops.push_back({"mla_keys_values_backward", "", [=](BenchPlace& place) {
+                   const Tensor dk = place.random({N, H, K + R}), dv = place.random({N, H, V});
+                   const Tensor dkv = place.zeros({N, H, K + V}), dk_pe = place.zeros({N, R});
+                   return PreparedOp{sizes, 0, {dk, dv}, {dkv, dk_pe}, [=, &place] {
+                                       mla_keys_values_backward(place.stream(), dkv, dk_pe, dk, dv);
+                                     }};
+                 }});
 }
 
 void add_rotary(Ops& ops, const Sizes& s) {
@@ -364,10 +409,13 @@ std::vector<BenchOp> bench_ops(const Config& config) {
   add_linear(ops, s, "square", s.D, s.D);
   add_linear(ops, s, "feed-forward up", s.D, 2 * F);
   add_linear(ops, s, "feed-forward down", F, s.D);
-  add_delta_rule(ops, s, DeltaForm::kChunkwise);
-  add_delta_rule(ops, s, DeltaForm::kRecurrence);
+  for (const DeltaRuleKind& kind : {kda_kind(config.model.kda), gdn_kind(config.model.gdn)}) {
+    add_delta_rule(ops, s, kind, DeltaForm::kChunkwise);
+    if (device_of(config) == Device::kCpu) add_delta_rule(ops, s, kind, DeltaForm::kRecurrence);
+  }
   add_short_conv(ops, s);
   add_attention(ops, s);
+  add_mla_heads(ops, s);
   add_rotary(ops, s);
   add_norms(ops, s);
   add_swiglu(ops, s);

@@ -22,7 +22,7 @@ class BenchPlace {
   Arena& memory() const { return memory_; }
   DType dtype() const { return dtype_; }
 
-  Tensor random(Shape shape);  // numbers from -1 to 1, as large as activations are
+  Tensor random(Shape shape);  // numbers from -1 to 1, as large as activations are, that bf16 holds
   Tensor zeros(Shape shape);
   // The same in the dtype of weights and statistics, which is f32 beside bf16.
   Tensor wide_random(Shape shape);
@@ -53,7 +53,7 @@ struct BenchOp {
   std::function<PreparedOp(BenchPlace&)> prepare;
 };
 
-// Of one micro-batch of rows.
+// Of one micro-batch of rows. `config` is resolved.
 std::vector<BenchOp> bench_ops(const Config& config);
 
 }  // namespace palimpsest

@@ -131,6 +131,10 @@ void validate(const CheckpointConfig& checkpoint) {
   require(checkpoint.keep_every >= 0, "checkpoint.keep_every", checkpoint.keep_every, "at least 0 (0: none)");
 }
 
+const char* name_of(Precision precision) {
+  return EnumNames<Precision>::values[static_cast<size_t>(precision)];
+}
+
 void validate_precision(const Config& config) {
   if (config.precision == Precision::kBF16 && config.device == DeviceChoice::kCpu) {
     throw_user_error("precision is bf16, must be f32 or f64 on the CPU: bf16 is for device: cuda");
@@ -138,6 +142,24 @@ void validate_precision(const Config& config) {
   if (config.precision == Precision::kF64 && config.device == DeviceChoice::kCuda) {
     throw_user_error("precision is f64, must be f32 or bf16 on a GPU: f64 is for device: cpu");
   }
+  // The residual stream is as precision or the next wider, where both are known.
+  const auto allows = [&](Precision wider) { return config.residual == config.precision || config.residual == wider; };
+  const bool cuda = config.device == DeviceChoice::kCuda;
+  if (config.residual == Precision::kAuto) return;
+  if (config.precision == Precision::kBF16 && !allows(Precision::kF32))
+    throw_user_error("residual is ", name_of(config.residual), ", must be bf16 or f32 with precision: bf16");
+  if (config.precision == Precision::kF32 && !allows(cuda ? Precision::kF32 : Precision::kF64))
+    throw_user_error("residual is ", name_of(config.residual), ", must be f32", cuda ? "" : " or f64",
+                     " with precision: f32", cuda ? " on a GPU" : "");
+  if (config.precision == Precision::kF64 && !allows(Precision::kF64))
+    throw_user_error("residual is ", name_of(config.residual), ", must be f64 with precision: f64");
+}
+
+void validate(const ProfileConfig& profile) {
+  if (!profile.steps) return;
+  const auto [first, last] = *profile.steps;
+  if (first < 1 || last < first)
+    throw_user_error("profile.steps is [", first, ", ", last, "], must be [first, last] with 1 <= first <= last");
 }
 
 }  // namespace
@@ -160,6 +182,7 @@ void validate(const Config& config) {
   validate(config.schedule, config.optimizer.lr);
   validate(config.parallel, config.data.sequence_length);
   validate(config.checkpoint);
+  validate(config.profile);
 }
 
 void validate_for_training(const Config& config) {
@@ -197,8 +220,10 @@ Device device_of(const Config& config) {
   return config.device == DeviceChoice::kCuda ? Device::kCuda : Device::kCpu;
 }
 
-DType dtype_of(const Config& config) {
-  switch (config.precision) {
+namespace {
+
+DType dtype_of(Precision precision) {
+  switch (precision) {
     case Precision::kF32:
       return DType::kF32;
     case Precision::kBF16:
@@ -210,6 +235,13 @@ DType dtype_of(const Config& config) {
   }
   CHECK(false, "the config is not resolved");
   return DType::kF32;
+}
+
+}  // namespace
+
+ActivationTypes types_of(const Config& config) {
+  const DType dtype = dtype_of(config.precision);
+  return {dtype, config.residual == Precision::kAuto ? dtype : dtype_of(config.residual)};
 }
 
 std::string to_yaml(const Config& config) {

@@ -195,10 +195,21 @@ struct CheckpointConfig {
   }
 };
 
+// Steps from the first to the second, counted from 1.
+struct ProfileConfig {
+  std::optional<std::array<int64_t, 2>> steps;
+
+  template <class V>
+  void visit(V& v) {
+    v("steps", steps, "[first, last] step that a profiler watches on a GPU (cudaProfilerStart and Stop); null: none");
+  }
+};
+
 struct Config {
   RunConfig run;
   DeviceChoice device = DeviceChoice::kAuto;
   Precision precision = Precision::kAuto;
+  Precision residual = Precision::kAuto;
   std::string resume = "auto";
   std::optional<std::string> from;
   HardwareConfig hardware;
@@ -209,12 +220,14 @@ struct Config {
   ScheduleConfig schedule;
   ParallelConfig parallel;
   CheckpointConfig checkpoint;
+  ProfileConfig profile;
 
   template <class V>
   void visit(V& v) {
     v("run", run, "where a run lives and what it is seeded with");
     v("device", device, "cpu or cuda; auto: cuda where there is a GPU");
     v("precision", precision, "f32, bf16 (cuda) or f64 (cpu); auto: bf16 on cuda, f32 on the CPU");
+    v("residual", residual, "type of the residual stream: as precision (auto) or the next wider, f32 beside bf16");
     v("resume", resume, "auto: continue run.dir if it holds a checkpoint; none: start afresh; or a checkpoint's path");
     v("from", from, "run, checkpoint or imported model whose weights are taken; null: none");
     v("hardware", hardware, "what the run stands on");
@@ -225,6 +238,7 @@ struct Config {
     v("schedule", schedule, "learning rate by step");
     v("parallel", parallel, "how ranks share the work");
     v("checkpoint", checkpoint, "when the state is saved, and how long it is kept");
+    v("profile", profile, "what a profiler sees");
   }
 };
 
@@ -246,10 +260,10 @@ void validate_for_training(const Config& config);
 // Replaces every remaining auto by what it means on this machine. Throws a UserError where the choice is not to be had.
 Config resolve(Config config, bool has_cuda);
 
-int64_t tokens_per_step(const Config& config);  // sequences_per_step * sequence_length
-int64_t total_steps(const Config& config);      // train.steps, or train.tokens in whole steps
-Device device_of(const Config& config);         // of a resolved config
-DType dtype_of(const Config& config);           // of activations, of a resolved config
+int64_t tokens_per_step(const Config& config);   // sequences_per_step * sequence_length
+int64_t total_steps(const Config& config);       // train.steps, or train.tokens in whole steps
+Device device_of(const Config& config);          // of a resolved config
+ActivationTypes types_of(const Config& config);  // of a resolved config
 
 // ---- printing and comparing: trainer/config.cpp ----
 

@@ -41,6 +41,9 @@ Described describe(const std::string& value) {
 Described describe(const std::array<double, 2>& value) {
   return {"[number, number]", fmt::format("[{}, {}]", number_text(value[0]), number_text(value[1]))};
 }
+Described describe(const std::array<int64_t, 2>& value) {
+  return {"[integer, integer]", fmt::format("[{}, {}]", value[0], value[1])};
+}
 Described describe(const std::vector<std::string>& value) {
   std::string text;
   for (const std::string& item : value) text += (text.empty() ? "" : ", ") + yaml_scalar(item);

@@ -218,7 +218,8 @@ class Reader {
       assign(node, key, field.emplace());
     }
   }
-  void assign(const YamlNode& node, const std::string& key, std::array<double, 2>& field) const {
+  template <class T>
+  void assign(const YamlNode& node, const std::string& key, std::array<T, 2>& field) const {
     if (node.kind != YamlNode::Kind::kList) refuse(node, key, "a list of two numbers");
     if (node.children.size() != 2)
       throw_user_error(source_.at(node.line, node.column), ": ", key, " has ", node.children.size(),

@@ -117,13 +117,17 @@ int32_t sample_token(const Tensor& logits, const SamplingOptions& options, uint6
   return order[weights.size() - 1];
 }
 
-RegionBytes rehearse_generation(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                                const GenerationRequest& request, const Mesh& mesh) {
+RegionBytes rehearse_generation(const LanguageModel& model, ParameterRegistry& registry, Device device,
+                                const ActivationTypes& types, const GenerationRequest& request, const Mesh& mesh) {
   Regions regions = Regions::planning(device);
-  registry.bind(parameter_dtype(dtype), ParameterUse::kInference, regions.parameters, regions.gradients,
+  registry.bind(parameter_dtype(types.dtype), ParameterUse::kInference, regions.parameters, regions.gradients,
                 regions.optimizer);
   Stream stream(device, regions.scratch);
-  const Context context{.stream = stream, .activations = regions.activations, .dtype = dtype, .mesh = mesh};
+  const Context context{.stream = stream,
+                        .activations = regions.activations,
+                        .dtype = types.dtype,
+                        .mesh = mesh,
+                        .residual = types.residual};
   // As if the whole text were a prompt: its last piece meets the longest state with the most tokens at once.
   Decoder decoder(model, context, longest_text(request));
   decoder.take_in(nullptr, longest_text(request));

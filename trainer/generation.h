@@ -35,8 +35,9 @@ struct GenerationRequest {
 };
 
 // Binds the registry for inference on planning arenas and rehearses the request. Bind again before use.
-RegionBytes rehearse_generation(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                                const GenerationRequest& request, const Mesh& mesh = Mesh::single());
+RegionBytes rehearse_generation(const LanguageModel& model, ParameterRegistry& registry, Device device,
+                                const ActivationTypes& types, const GenerationRequest& request,
+                                const Mesh& mesh = Mesh::single());
 
 // The new tokens; each is given to on_token as soon as it is drawn.
 std::vector<int32_t> generate(const LanguageModel& model, Context context, const GenerationRequest& request,

@@ -37,13 +37,18 @@ ModelInput rehearsal_input(Arena& arena, const Mesh& mesh, int64_t num_rows, int
 // A model's registry bound to planning arenas, and what it takes to run the model on them.
 class Rehearsal {
  public:
-  Rehearsal(ParameterRegistry& registry, ParameterUse use, Device device, DType dtype, const Mesh& mesh)
+  Rehearsal(ParameterRegistry& registry, ParameterUse use, Device device, const ActivationTypes& types,
+            const Mesh& mesh)
       : regions_(Regions::planning(device)),
         stream_(device, regions_.scratch),
         values_(registry),
-        context_{
-            .stream = stream_, .activations = regions_.activations, .dtype = dtype, .mesh = mesh, .hooks = &values_} {
-    registry.bind(parameter_dtype(dtype), use, regions_.parameters, regions_.gradients, regions_.optimizer);
+        context_{.stream = stream_,
+                 .activations = regions_.activations,
+                 .dtype = types.dtype,
+                 .mesh = mesh,
+                 .hooks = &values_,
+                 .residual = types.residual} {
+    registry.bind(parameter_dtype(types.dtype), use, regions_.parameters, regions_.gradients, regions_.optimizer);
   }
   Rehearsal(const Rehearsal&) = delete;
   Rehearsal& operator=(const Rehearsal&) = delete;
@@ -117,9 +122,10 @@ RegionBytes Regions::peaks() const {
           .scratch = scratch.peak()};
 }
 
-RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                              const BatchLimits& limits, const TrainStepOptions& options, const Mesh& mesh) {
-  Rehearsal rehearsal(registry, ParameterUse::kTraining, device, dtype, mesh);
+RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& registry, Device device,
+                              const ActivationTypes& types, const BatchLimits& limits, const TrainStepOptions& options,
+                              const Mesh& mesh) {
+  Rehearsal rehearsal(registry, ParameterUse::kTraining, device, types, mesh);
   TrainStep step(model, registry, rehearsal.context(), rehearsal.regions().optimizer, options);
   for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
     Arena inputs = Arena::planning("inputs", Device::kCpu);
@@ -132,9 +138,9 @@ RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& reg
   return rehearsal.regions().peaks();
 }
 
-RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                                const BatchLimits& limits, const Mesh& mesh) {
-  Rehearsal rehearsal(registry, ParameterUse::kInference, device, dtype, mesh);
+RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& registry, Device device,
+                                const ActivationTypes& types, const BatchLimits& limits, const Mesh& mesh) {
+  Rehearsal rehearsal(registry, ParameterUse::kInference, device, types, mesh);
   for (const int64_t document_length : {limits.row_length, int64_t{1}}) {
     Arena inputs = Arena::planning("inputs", Device::kCpu);
     rehearse_evaluation_batch(model, rehearsal.context(), inputs, limits, document_length);
@@ -142,9 +148,10 @@ RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& r
   return rehearsal.regions().peaks();
 }
 
-SentBytes rehearse_step_bytes(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                              const StepRows& rows, const TrainStepOptions& options, const Mesh& mesh) {
-  Rehearsal rehearsal(registry, ParameterUse::kTraining, device, dtype, mesh);
+SentBytes rehearse_step_bytes(const LanguageModel& model, ParameterRegistry& registry, Device device,
+                              const ActivationTypes& types, const StepRows& rows, const TrainStepOptions& options,
+                              const Mesh& mesh) {
+  Rehearsal rehearsal(registry, ParameterUse::kTraining, device, types, mesh);
   TrainStep step(model, registry, rehearsal.context(), rehearsal.regions().optimizer, options);
   SentBytes sum;
   const auto count = [&](int64_t times, auto&& body) {

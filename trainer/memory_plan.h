@@ -45,12 +45,13 @@ struct BatchLimits {
 
 // Binds the registry to planning arenas and runs one step (a micro-batch forward and backward, norm, AdamW) and one
 // evaluation batch on them, once with rows as documents and once with documents of one token. Bind again before use.
-RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                              const BatchLimits& limits, const TrainStepOptions& options,
+RegionBytes rehearse_training(const LanguageModel& model, ParameterRegistry& registry, Device device,
+                              const ActivationTypes& types, const BatchLimits& limits, const TrainStepOptions& options,
                               const Mesh& mesh = Mesh::single());
 // The same for a model that only evaluates.
-RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                                const BatchLimits& limits, const Mesh& mesh = Mesh::single());
+RegionBytes rehearse_evaluation(const LanguageModel& model, ParameterRegistry& registry, Device device,
+                                const ActivationTypes& types, const BatchLimits& limits,
+                                const Mesh& mesh = Mesh::single());
 
 // What a rank takes in a step.
 struct StepRows {
@@ -59,8 +60,9 @@ struct StepRows {
   int64_t row_length = 0;   // tokens
 };
 // Bytes that this rank sends in such a step, from a rehearsal. Binds the registry to planning arenas.
-SentBytes rehearse_step_bytes(const LanguageModel& model, ParameterRegistry& registry, Device device, DType dtype,
-                              const StepRows& rows, const TrainStepOptions& options, const Mesh& mesh);
+SentBytes rehearse_step_bytes(const LanguageModel& model, ParameterRegistry& registry, Device device,
+                              const ActivationTypes& types, const StepRows& rows, const TrainStepOptions& options,
+                              const Mesh& mesh);
 // A line for each axis on which something is sent.
 std::string to_text(const SentBytes& bytes);
 

@@ -12,6 +12,7 @@
 #include "kernels/device.h"
 #include "kernels/elementwise.h"
 #include "kernels/router.h"
+#include "kernels/trace.h"
 
 namespace palimpsest {
 
@@ -62,11 +63,13 @@ void TrainStep::begin(int64_t num_targets) {
 }
 
 void TrainStep::accumulate(const ModelInput& micro_batch, MicroBatch place) {
+  const TraceRange range("micro-batch");
   reduction_.begin_micro_batch(place == MicroBatch::kLast);
   model_.forward_backward(context_, micro_batch, loss_options_, loss_sum_, z_sum_);
 }
 
 StepResult TrainStep::finish(double lr) {
+  const TraceRange range("optimizer");
   const Mesh& mesh = context_.mesh;
   mesh.replica().all_reduce(context_.stream, loss_sum_, ReduceOp::kSum);
   mesh.replica().all_reduce(context_.stream, z_sum_, ReduceOp::kSum);

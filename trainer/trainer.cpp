@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "data/file_ops.h"
+#include "kernels/trace.h"
 #include "parallel/agreement.h"
 #include "parallel/mpi_session.h"
 #include "trainer/checkpoint_folder.h"
@@ -93,10 +94,12 @@ void Trainer::run() {
     return;
   }
   Loader loader(setup_.data(), loader_options(config_, state_, setup_.mesh()));
+  if (config_.profile.steps && setup_.bench().device() == Device::kCpu)
+    console_.info("profile.steps has no effect on the CPU");
   TrainingProgress progress(console_, state_.step, total_steps_);
   std::string stop;  // why the run ends before its last step
   while (state_.step < total_steps_ && stop.empty()) {
-    StepMetrics metrics = train_one_step(loader);
+    StepMetrics metrics = profiled_step(loader);
     const bool last = state_.step == total_steps_;
     if (is_due(state_.step, config_.train.eval_every) || (last && config_.train.eval_every > 0))
       metrics.eval = evaluate_all();
@@ -131,7 +134,18 @@ std::string Trainer::reason_to_stop() const {
   return reason == kTimeIsUp ? "train.max_minutes" : "signal " + name_of_stop_signal(static_cast<int>(reason));
 }
 
+StepMetrics Trainer::profiled_step(Loader& loader) {
+  if (!config_.profile.steps || setup_.bench().device() == Device::kCpu) return train_one_step(loader);
+  const auto [first, last] = *config_.profile.steps;
+  const int64_t step = state_.step + 1;
+  if (step == first) start_profiler();
+  StepMetrics metrics = train_one_step(loader);
+  if (step == last || (step >= first && step == total_steps_)) stop_profiler();
+  return metrics;
+}
+
 StepMetrics Trainer::train_one_step(Loader& loader) {
+  const TraceRange range(fmt::format("step {}", state_.step + 1).c_str());
   setup_.mesh().world().set_step(state_.step + 1);
   const double begin = console_.seconds();
   const SentBytes sent_before = setup_.mesh().bytes_sent();
@@ -199,6 +213,7 @@ void Trainer::stop_if_hopeless() {
 }
 
 std::vector<EvalMetrics> Trainer::evaluate_all() {
+  const TraceRange range("evaluate");
   const EvaluationOptions options = {.row_length = config_.data.sequence_length,
                                      .stride = config_.data.sequence_length,
                                      .batch_rows = config_.train.micro_batch,
@@ -215,6 +230,7 @@ std::vector<EvalMetrics> Trainer::evaluate_all() {
 }
 
 void Trainer::save() {
+  const TraceRange range("save");
   const MeshShape& shape = setup_.mesh().shape();
   writer_->save({.state = state_,
                  .world = {.ranks = shape.ranks(),

@@ -9,7 +9,7 @@ namespace palimpsest {
 Workbench::Workbench(const Config& config, const Mesh& mesh)
     : mesh_(mesh),
       device_(device_of(config)),
-      dtype_(dtype_of(config)),
+      types_(types_of(config)),
       registry_({.rank = mesh.tensor().rank(), .size = mesh.tensor().size()},
                 {.rank = mesh.replica().rank(), .size = mesh.replica().size(), .zero = config.parallel.zero}),
       model_(config.model, registry_),
@@ -20,21 +20,21 @@ Workbench::Workbench(const Config& config, const Mesh& mesh)
 }
 
 RegionBytes Workbench::rehearse_training(const BatchLimits& limits, const TrainStepOptions& options) {
-  return palimpsest::rehearse_training(model_, registry_, device_, dtype_, limits, options, mesh_);
+  return palimpsest::rehearse_training(model_, registry_, device_, types_, limits, options, mesh_);
 }
 
 RegionBytes Workbench::rehearse_evaluation(const BatchLimits& limits) {
-  return palimpsest::rehearse_evaluation(model_, registry_, device_, dtype_, limits, mesh_);
+  return palimpsest::rehearse_evaluation(model_, registry_, device_, types_, limits, mesh_);
 }
 
 SentBytes Workbench::rehearse_step_bytes(const StepRows& rows, const TrainStepOptions& options) {
-  return palimpsest::rehearse_step_bytes(model_, registry_, device_, dtype_, rows, options, mesh_);
+  return palimpsest::rehearse_step_bytes(model_, registry_, device_, types_, rows, options, mesh_);
 }
 
 void Workbench::allocate(ParameterUse use, const RegionBytes& bytes) {
   regions_.emplace(device_, bytes);
   stream_.emplace(device_, regions_->scratch);
-  registry_.bind(parameter_dtype(dtype_), use, regions_->parameters, regions_->gradients, regions_->optimizer);
+  registry_.bind(parameter_dtype(types_.dtype), use, regions_->parameters, regions_->gradients, regions_->optimizer);
 }
 
 void set_threads(const Config& config) {

@@ -25,7 +25,8 @@ class Workbench {
   const ParameterRegistry& registry() const { return registry_; }
   const Mesh& mesh() const { return mesh_; }
   Device device() const { return device_; }
-  DType dtype() const { return dtype_; }
+  const ActivationTypes& types() const { return types_; }
+  DType dtype() const { return types_.dtype; }
 
   RegionBytes rehearse_training(const BatchLimits& limits, const TrainStepOptions& options);
   RegionBytes rehearse_evaluation(const BatchLimits& limits);
@@ -36,14 +37,18 @@ class Workbench {
   Regions& regions() { return *regions_; }
   Stream& stream() { return *stream_; }
   Context context() {
-    return {
-        .stream = *stream_, .activations = regions_->activations, .dtype = dtype_, .mesh = mesh_, .hooks = &values_};
+    return {.stream = *stream_,
+            .activations = regions_->activations,
+            .dtype = types_.dtype,
+            .mesh = mesh_,
+            .hooks = &values_,
+            .residual = types_.residual};
   }
 
  private:
   const Mesh& mesh_;
   Device device_;
-  DType dtype_;
+  ActivationTypes types_;
   ParameterRegistry registry_;
   LanguageModel model_;
   WholeValues values_;

@@ -1,6 +1,6 @@
 #include "kernels/elementwise.h"
 
-#include <cstring>
+#include <algorithm>
 
 #include "kernels/cpu/loops.h"
 #include "kernels/cpu/vector_math.h"
@@ -17,22 +17,28 @@ void fill_zero(Stream&, Tensor y) {
 }
 
 void copy(Stream&, Tensor y, const Tensor& x) {
-  with_real(x.dtype(), [&](auto zero) {
+  with_residual(y.dtype(), x.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
-    const Rows<T> to(y), from(x);
+    using R = decltype(wide);
+    const Rows<T> to(y);
+    const Rows<R> from(x);
     parallel_elements({&y, &x}, [=](int64_t row, int64_t begin, int64_t end) {
-      std::copy(from[row] + begin, from[row] + end, to[row] + begin);
+      std::transform(from[row] + begin, from[row] + end, to[row] + begin,
+                     [](R value) { return static_cast<T>(value); });
     });
   });
 }
 
 void add(Stream&, Tensor y, const Tensor& a, const Tensor& b) {
-  with_real(a.dtype(), [&](auto zero) {
+  with_residual(b.dtype(), a.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
-    const Rows<T> y_rows(y), a_rows(a), b_rows(b);
+    using R = decltype(wide);
+    const Rows<R> y_rows(y), a_rows(a);
+    const Rows<T> b_rows(b);
     parallel_elements({&y, &a, &b}, [=](int64_t row, int64_t begin, int64_t end) {
-      T* to = y_rows[row];
-      const T *first = a_rows[row], *second = b_rows[row];
+      R* to = y_rows[row];
+      const R* first = a_rows[row];
+      const T* second = b_rows[row];
 #pragma omp simd
       for (int64_t i = begin; i < end; ++i) to[i] = first[i] + second[i];
     });

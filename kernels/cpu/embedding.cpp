@@ -17,9 +17,11 @@ void embedding_forward(Stream&, Tensor x, const Tensor& tokens, const Tensor& ta
   const int32_t* ids = tokens.data<int32_t>();
   check_ids(ids, tokens.dim(0), range.total);
   const int64_t rows_begin = range.begin, num_rows = table.dim(0);
-  with_real(x.dtype(), [&](auto zero) {
+  with_residual(table.dtype(), x.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
-    const Rows<T> to(x), from(table);
+    using R = decltype(wide);
+    const Rows<R> to(x);
+    const Rows<T> from(table);
     const int64_t D = x.dim(1);
     constexpr int64_t kTokens = 64;
     parallel_ranges(x.dim(0), kTokens, [=](int64_t begin, int64_t end) {
@@ -28,7 +30,7 @@ void embedding_forward(Stream&, Tensor x, const Tensor& tokens, const Tensor& ta
         if (row >= 0 && row < num_rows) {
           std::copy_n(from[row], D, to[n]);
         } else {
-          std::fill_n(to[n], D, T(0));
+          std::fill_n(to[n], D, R(0));
         }
       }
     });
@@ -40,9 +42,11 @@ void embedding_backward(Stream&, Tensor dtable, const Tensor& dx, const Tensor& 
   const int32_t* ids = tokens.data<int32_t>();
   check_ids(ids, tokens.dim(0), range.total);
   const int64_t rows_begin = range.begin, num_rows = dtable.dim(0);
-  with_real(dx.dtype(), [&](auto zero) {
+  with_residual(dtable.dtype(), dx.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
-    const Rows<T> to(dtable), from(dx);
+    using R = decltype(wide);
+    const Rows<T> to(dtable);
+    const Rows<R> from(dx);
     const int64_t N = dx.dim(0);
     constexpr int64_t kColumns = 128;
     parallel_ranges(dx.dim(1), kColumns, [=](int64_t begin, int64_t end) {
@@ -50,9 +54,9 @@ void embedding_backward(Stream&, Tensor dtable, const Tensor& dx, const Tensor& 
         const int64_t row = ids[n] - rows_begin;
         if (row < 0 || row >= num_rows) continue;
         T* sum = to[row];
-        const T* gradient = from[n];
+        const R* gradient = from[n];
 #pragma omp simd
-        for (int64_t i = begin; i < end; ++i) sum[i] += gradient[i];
+        for (int64_t i = begin; i < end; ++i) sum[i] += static_cast<T>(gradient[i]);
       }
     });
   });

@@ -21,6 +21,17 @@ void with_real(DType dtype, Body body) {
   }
 }
 
+// Calls body(T{}, R{}) for operands beside a residual stream of the same type or the next wider.
+template <class Body>
+void with_residual(DType dtype, DType residual, Body body) {
+  with_real(dtype, [&](auto zero) {
+    if (residual == dtype)
+      body(zero, zero);
+    else
+      with_real(residual, [&](auto wide) { body(zero, wide); });
+  });
+}
+
 // The rows of a tensor, [0] to [dim(0) - 1].
 template <class T>
 struct Rows {

@@ -43,52 +43,58 @@ template <GateActivation kActivation, class T>
   return kActivation == GateActivation::kSigmoid ? open * (T(1) - open) : open * (T(1) + z * (T(1) - open));
 }
 
-// y = row(token, offset of the head)(i, n_i) over the normalised n_i.
-template <class T, class Row>
+// y = row(token, offset of the head)(i, n_i) over the normalised n_i. R: the type of x, where that is the residual
+// stream.
+template <class T, class R, class Row>
 void forward_rows(const Tensor& y, const Tensor& rstd, const Tensor& x, double eps, Row row) {
   const NormShape shape(x);
-  const Rows<T> y_rows(y), x_rows(x);
+  const Rows<T> y_rows(y);
+  const Rows<R> x_rows(x);
   T* rstd_out = rstd.data<T>();
   parallel_ranges(shape.N, kTokens, [=](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n)
       for (int64_t h = 0; h < shape.H; ++h) {
-        const T* from = x_rows[n] + h * shape.D;
+        const R* from = x_rows[n] + h * shape.D;
         T* to = y_rows[n] + h * shape.D;
-        const T r = rstd_of(from, shape.D, static_cast<T>(eps));
+        const T r = static_cast<T>(rstd_of(from, shape.D, static_cast<R>(eps)));
         rstd_out[n * shape.H + h] = r;
         const auto value = row(n, h * shape.D);
 #pragma omp simd
-        for (int64_t i = 0; i < shape.D; ++i) to[i] = value(i, from[i] * r);
+        for (int64_t i = 0; i < shape.D; ++i) to[i] = value(i, static_cast<T>(from[i] * r));
       }
   });
 }
 
 // row(token, offset of the head)(i, n_i, dy_i, sum) returns dn_i and adds to the sum of dw_i.
-template <class T, class Row>
+template <class T, class R, class Row>
 void backward_rows(Stream& stream, const Tensor& dx, const Tensor& dw, const Tensor& dy, const Tensor& x,
-                   const Tensor& rstd, Row row) {
+                   const Tensor& rstd, Write write, Row row) {
   const NormShape shape(x);
-  const Rows<T> dx_rows(dx), dy_rows(dy), x_rows(x);
+  const Rows<T> dy_rows(dy);
+  const Rows<R> dx_rows(dx), x_rows(x);
   const T* rstd_in = rstd.data<T>();
+  const bool accumulates = write == Write::kAccumulate;
   const Arena::Scope scope(stream.scratch());
-  const Tensor sums = allocate_token_sums(stream, dw.dtype(), shape.N, shape.D);
-  const Rows<T> sum_rows(sums);
+  // Of each range: its sums, and the dn of one row at a time.
+  const Tensor room = allocate_token_sums(stream, dw.dtype(), shape.N, 2 * shape.D);
+  const Tensor sums = room.columns(0, shape.D);
+  const Rows<T> sum_rows(sums), dn_rows(room.columns(shape.D, shape.D));
   parallel_ranges(shape.N, kTokensPerSum, [=](int64_t begin, int64_t end) {
-    T* sum = sum_rows[begin / kTokensPerSum];
+    T *sum = sum_rows[begin / kTokensPerSum], *dn = dn_rows[begin / kTokensPerSum];
     std::fill_n(sum, shape.D, T(0));
     for (int64_t n = begin; n < end; ++n)
       for (int64_t h = 0; h < shape.H; ++h) {
-        const T *from = x_rows[n] + h * shape.D, *gradient = dy_rows[n] + h * shape.D;
-        T* to = dx_rows[n] + h * shape.D;
+        const R* from = x_rows[n] + h * shape.D;
+        const T* gradient = dy_rows[n] + h * shape.D;
+        R* to = dx_rows[n] + h * shape.D;
         const T r = rstd_in[n * shape.H + h];
         const auto slope = row(n, h * shape.D);
-        // dx holds dn until the mean is known.
 #pragma omp simd
-        for (int64_t i = 0; i < shape.D; ++i) to[i] = slope(i, from[i] * r, gradient[i], sum[i]);
-        const T dot = lane_sum<T>(shape.D, [=](int64_t i) { return to[i] * from[i]; });
-        const T mean = dot * r / static_cast<T>(shape.D);
+        for (int64_t i = 0; i < shape.D; ++i) dn[i] = slope(i, static_cast<T>(from[i] * r), gradient[i], sum[i]);
+        const R dot = lane_sum<R>(shape.D, [=](int64_t i) { return dn[i] * from[i]; });
+        const R mean = dot * r / static_cast<R>(shape.D);
 #pragma omp simd
-        for (int64_t i = 0; i < shape.D; ++i) to[i] = r * (to[i] - from[i] * r * mean);
+        for (int64_t i = 0; i < shape.D; ++i) to[i] = (accumulates ? to[i] : R(0)) + r * (dn[i] - from[i] * r * mean);
       }
   });
   add_token_sums(dw.data<T>(), sums);
@@ -97,7 +103,7 @@ void backward_rows(Stream& stream, const Tensor& dx, const Tensor& dw, const Ten
 template <GateActivation kActivation, class T>
 void gated_forward(const Tensor& y, const Tensor& rstd, const Tensor& o, const Tensor& z, const Tensor& w, double eps) {
   const Rows<T> z_rows(z);
-  forward_rows<T>(y, rstd, o, eps, [z_rows, weight = w.data<T>()](int64_t n, int64_t at) {
+  forward_rows<T, T>(y, rstd, o, eps, [z_rows, weight = w.data<T>()](int64_t n, int64_t at) {
     return [weight, gate = z_rows[n] + at](int64_t i, T x) { return weight[i] * x * gate_of<kActivation>(gate[i]); };
   });
 }
@@ -106,38 +112,40 @@ template <GateActivation kActivation, class T>
 void gated_backward(Stream& stream, const Tensor& d_o, const Tensor& dz, const Tensor& dw, const Tensor& dy,
                     const Tensor& o, const Tensor& z, const Tensor& w, const Tensor& rstd) {
   const Rows<T> dz_rows(dz), z_rows(z);
-  backward_rows<T>(stream, d_o, dw, dy, o, rstd, [dz_rows, z_rows, weight = w.data<T>()](int64_t n, int64_t at) {
+  const auto row = [dz_rows, z_rows, weight = w.data<T>()](int64_t n, int64_t at) {
     return [weight, gate = z_rows[n] + at, to_gate = dz_rows[n] + at](int64_t i, T x, T d, T& sum) {
       const T open = gate_of<kActivation>(gate[i]);
       to_gate[i] = d * weight[i] * x * gate_slope<kActivation>(gate[i]);
       sum += d * x * open;
       return d * weight[i] * open;
     };
-  });
+  };
+  backward_rows<T, T>(stream, d_o, dw, dy, o, rstd, Write::kOverwrite, row);
 }
 
 }  // namespace
 
 void rms_norm_forward(Stream&, Tensor y, Tensor rstd, const Tensor& x, const Tensor& w, double eps, NormWeight kind) {
-  with_real(x.dtype(), [&](auto zero) {
+  with_residual(y.dtype(), x.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
-    forward_rows<T>(y, rstd, x, eps, [weight = w.data<T>(), centre = centre_of<T>(kind)](int64_t, int64_t) {
-      return [weight, centre](int64_t i, T n) { return (weight[i] + centre) * n; };
-    });
+    forward_rows<T, decltype(wide)>(y, rstd, x, eps,
+                                    [weight = w.data<T>(), centre = centre_of<T>(kind)](int64_t, int64_t) {
+                                      return [weight, centre](int64_t i, T n) { return (weight[i] + centre) * n; };
+                                    });
   });
 }
 
 void rms_norm_backward(Stream& stream, Tensor dx, Tensor dw, const Tensor& dy, const Tensor& x, const Tensor& w,
-                       const Tensor& rstd, NormWeight kind) {
-  with_real(x.dtype(), [&](auto zero) {
+                       const Tensor& rstd, NormWeight kind, Write write) {
+  with_residual(dy.dtype(), x.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
-    backward_rows<T>(stream, dx, dw, dy, x, rstd,
-                     [weight = w.data<T>(), centre = centre_of<T>(kind)](int64_t, int64_t) {
-                       return [weight, centre](int64_t i, T n, T d, T& sum) {
-                         sum += d * n;
-                         return d * (weight[i] + centre);
-                       };
-                     });
+    backward_rows<T, decltype(wide)>(stream, dx, dw, dy, x, rstd, write,
+                                     [weight = w.data<T>(), centre = centre_of<T>(kind)](int64_t, int64_t) {
+                                       return [weight, centre](int64_t i, T n, T d, T& sum) {
+                                         sum += d * n;
+                                         return d * (weight[i] + centre);
+                                       };
+                                     });
   });
 }
 

@@ -146,6 +146,7 @@ void attention_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, co
         queries);
   run_forward(stream, o, lse, q, k, v, scale, queries, keys, fused ? fused->taken() : std::vector<bool>{});
   if (fused) fused->run(stream);
+  note_attention_path(stream, fused ? fused->taken() : std::vector<bool>{});
 }
 
 }  // namespace palimpsest::cuda

@@ -187,6 +187,7 @@ void attention_backward(Stream& stream, const AttentionBackwardArgs& args, const
   const FusedDocuments fused(stream, args, documents);
   run_backward(stream, args, documents, fused.taken());
   fused.run(stream);
+  note_attention_path(stream, fused.taken());
 }
 
 }  // namespace palimpsest::cuda

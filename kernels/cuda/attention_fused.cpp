@@ -240,4 +240,9 @@ void FusedDocuments::run_slice(Stream& stream, const Group& group, int64_t first
   if (s.ends_early || !s.is_backward) copy_from_sequences(stream, after, wide);
 }
 
+void note_attention_path(const Stream& stream, const std::vector<bool>& taken) {
+  const auto fused = static_cast<size_t>(std::count(taken.begin(), taken.end(), true));
+  note_path(stream, fused == 0 ? "plain" : fused == taken.size() ? "cuDNN" : "cuDNN and plain");
+}
+
 }  // namespace palimpsest::cuda

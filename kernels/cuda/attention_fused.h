@@ -49,4 +49,7 @@ class FusedDocuments {
   int64_t room_bytes_ = 0;
 };
 
+// For take_last_path(): who attended to which documents.
+void note_attention_path(const Stream& stream, const std::vector<bool>& taken);
+
 }  // namespace palimpsest::cuda

@@ -247,6 +247,7 @@ bool hopper_forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRule
   op->o = delta_rows<bf16>(out.o);
   op->final_state = optional_floats(out.final_state);
   CHECK(delta_rule_sm90_serves(*op), "o is ", out.o.str(), ", with rows ", out.o.row_stride(), " apart");
+  note_path(stream, "sm_90a");
   with_workspace(stream, delta_rule_sm90_forward_workspace(*op),
                  [&](void* workspace) { return delta_rule_sm90_forward(*op, workspace, queue_of(stream)); });
   return true;
@@ -273,9 +274,11 @@ bool hopper_backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& 
     // What forward kept is not for the plain kernels, which compute it again.
     DeltaRuleOptions again = options;
     again.save_level = SaveLevel::kNothing;
+    note_path(stream, "plain");
     backward<bf16>(stream, grads, d_o, d_final_state, {}, in, again, documents);
     return true;
   }
+  note_path(stream, "sm_90a");
   with_workspace(stream, delta_rule_sm90_backward_workspace(*op),
                  [&](void* workspace) { return delta_rule_sm90_backward(*op, workspace, queue_of(stream)); });
   return true;
@@ -286,6 +289,7 @@ bool hopper_backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& 
 void delta_rule_forward(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleSaved& saved,
                         const DeltaRuleInputs& in, const DeltaRuleOptions& options, const Documents& documents) {
   if (hopper_forward(stream, out, saved, in, options, documents)) return;
+  note_path(stream, "plain");
   with_float(in.q.dtype(), [&](auto zero) { forward<decltype(zero)>(stream, out, saved, in, options, documents); });
 }
 
@@ -293,6 +297,7 @@ void delta_rule_backward(Stream& stream, const DeltaRuleGrads& grads, const Tens
                          const DeltaRuleSaved& saved, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
                          const Documents& documents) {
   if (hopper_backward(stream, grads, d_o, d_final_state, saved, in, options, documents)) return;
+  note_path(stream, "plain");
   with_float(in.q.dtype(), [&](auto zero) {
     backward<decltype(zero)>(stream, grads, d_o, d_final_state, saved, in, options, documents);
   });

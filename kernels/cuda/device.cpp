@@ -68,6 +68,13 @@ GpuProperties gpu_properties() {
           .free_bytes = static_cast<int64_t>(free_bytes)};
 }
 
+std::string take_last_path(const Stream& stream) {
+  if (stream.device() == Device::kCpu || stream.is_planning()) return {};
+  std::string path = stream.engine().path();
+  cuda::note_path(stream, "");
+  return path;
+}
+
 void synchronize(const Stream& stream) {
   if (stream.device() == Device::kCuda && !stream.is_planning())
     CUDA_CHECK(cudaStreamSynchronize(cuda::queue_of(stream)));

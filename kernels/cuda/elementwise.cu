@@ -42,9 +42,10 @@ void map(const Stream& stream, DType dtype, std::initializer_list<const Tensor*>
   });
 }
 
-template <int kPack, class T>
+template <int kPack, class T, class R>
 struct Add {
-  Rows<T> y, a, b;
+  Rows<R> y, a;
+  Rows<T> b;
   __device__ void operator()(int64_t row, int64_t i) const {
     float first[kPack], second[kPack];
     load(a[row] + i, first);
@@ -115,6 +116,7 @@ void fill_zero(Stream& stream, Tensor y) {
 }
 
 void copy(Stream& stream, Tensor y, const Tensor& x) {
+  if (x.dtype() != y.dtype()) return round_to_bf16(stream, y, x);
   if (stream.is_planning() || x.numel() == 0) return;
   const auto element = static_cast<size_t>(size_of(x.dtype()));
   const auto width = static_cast<size_t>(x.row_size()) * element;
@@ -134,10 +136,16 @@ void add(Stream& stream, Tensor y, const Tensor& a, const Tensor& b) {
            a.dim(0), a.row_size(), AddWide{Rows<double>(y), Rows<double>(a), Rows<double>(b)});
     return;
   }
-  map(stream, a.dtype(), {&y, &a, &b}, [&](auto pack, auto zero) {
+  const auto make = [&](auto pack, auto zero, auto wide) {
     using T = decltype(zero);
-    return Add<decltype(pack)::value, T>{Rows<T>(y), Rows<T>(a), Rows<T>(b)};
-  });
+    using R = decltype(wide);
+    return Add<decltype(pack)::value, T, R>{Rows<R>(y), Rows<R>(a), Rows<T>(b)};
+  };
+  if (a.dtype() != b.dtype()) {
+    map(stream, a.dtype(), {&y, &a, &b}, [&](auto pack, auto) { return make(pack, bf16{}, float{}); });
+    return;
+  }
+  map(stream, a.dtype(), {&y, &a, &b}, [&](auto pack, auto zero) { return make(pack, zero, zero); });
 }
 
 void sigmoid_gate_forward(Stream& stream, Tensor y, const Tensor& x, const Tensor& z) {

@@ -53,12 +53,21 @@ class Engine {
   const ProductPlan& plan(const ProductKey& key, int64_t workspace_bytes);
   FusedAttention& fused_attention();  // see kernels/cuda/attention_cudnn.h; made when first asked for
 
+  // Ops that have more than one kind of kernel leave the name of the one that ran here, see take_last_path().
+  void note_path(const char* path) { path_ = path; }
+  const char* path() const { return path_; }
+
  private:
   cudaStream_t queue_ = nullptr;
   cublasLtHandle_t blas_ = nullptr;
+  const char* path_ = "";
   std::map<ProductKey, std::unique_ptr<ProductPlan>> plans_;
   std::unique_ptr<FusedAttention> fused_attention_;
 };
+
+inline void note_path(const Stream& stream, const char* path) {
+  if (!stream.is_planning()) stream.engine().note_path(path);
+}
 
 inline cudaStream_t queue_of(const Stream& stream) {
   return stream.engine().queue();

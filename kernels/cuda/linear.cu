@@ -87,12 +87,14 @@ void product(const Stream& stream, const Tensor& c, int64_t K, const Operand& a,
   if (K > 0) {
     const ProductPlan& plan = stream.engine().plan(key, kWorkspaceBytes);
     if (plan.found()) {
+      note_path(stream, "cuBLASLt");
       plan.run(stream.engine().blas(), b.matrix.raw(), a.matrix.raw(), c.raw(),
                write == Write::kAccumulate ? 1.0F : 0.0F, workspace.raw(), kWorkspaceBytes, queue_of(stream));
       return;
     }
   }
   CHECK(ceil_div(c.dim(0), kTile) <= 65535, "no product of ", a.matrix.str(), " and ", b.matrix.str());
+  note_path(stream, "plain");
   plain_product(stream, c, K, a, b, write);
 }
 

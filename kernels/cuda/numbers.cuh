@@ -82,6 +82,18 @@ void with_float(DType dtype, Body body) {
   }
 }
 
+// Calls body(T{}, R{}) for operands beside a residual stream of the same type or the next wider.
+template <class Body>
+void with_residual(DType dtype, DType residual, Body body) {
+  with_float(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (std::is_same_v<T, bf16>)
+      if (residual == DType::kF32) return body(zero, float{});
+    CHECK(residual == dtype, "no residual stream in ", name_of(residual), " beside ", name_of(dtype));
+    body(zero, zero);
+  });
+}
+
 // Calls body(std::integral_constant<int, pack>) with as many neighbours, 4 or 1, as the rows of all these tensors,
 // cut into pieces of `size` elements, can be moved in.
 template <class Body>

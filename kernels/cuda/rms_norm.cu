@@ -50,13 +50,14 @@ struct Gated {
   static constexpr GateActivation kActivation = kKind;
 };
 
-template <int kPack, class T, class Gate>
-__global__ void norm_fwd_kernel(NormShape shape, Rows<T> y, float* rstd, Rows<T> x, Rows<T> z, const float* w,
+// R: the type of x, where that is the residual stream.
+template <int kPack, class T, class R, class Gate>
+__global__ void norm_fwd_kernel(NormShape shape, Rows<T> y, float* rstd, Rows<R> x, Rows<T> z, const float* w,
                                 float centre, float eps) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t r = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
   if (r >= shape.num_rows()) return;
-  const T* from = head_row(x, shape, r);
+  const R* from = head_row(x, shape, r);
   float square = 0.0F;
   for (int64_t i = lane * kPack; i < shape.D; i += kWarp * kPack) {
     float value[kPack];
@@ -84,9 +85,9 @@ __global__ void norm_fwd_kernel(NormShape shape, Rows<T> y, float* rstd, Rows<T>
 }
 
 // Shared memory: [warps, D] f32, the warps' sums of dw.
-template <int kPack, class T, class Gate>
-__global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* sums, Rows<T> dy, Rows<T> x, Rows<T> z,
-                                const float* w, const float* rstd, float centre) {
+template <int kPack, class T, class R, class Gate>
+__global__ void norm_bwd_kernel(NormShape shape, Rows<R> dx, Rows<T> dz, float* sums, Rows<T> dy, Rows<R> x, Rows<T> z,
+                                const float* w, const float* rstd, float centre, Write write) {
   extern __shared__ float warp_sums[];
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   const int num_warps = static_cast<int>(blockDim.x) / kWarp;
@@ -96,7 +97,8 @@ __global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* 
     for (int c = 0; c < kPack; ++c) own[i + c] = 0.0F;
   for (int64_t r = static_cast<int64_t>(blockIdx.x) * num_warps + warp; r < shape.num_rows();
        r += static_cast<int64_t>(gridDim.x) * num_warps) {
-    const T *from = head_row(x, shape, r), *gradient = head_row(dy, shape, r);
+    const R* from = head_row(x, shape, r);
+    const T* gradient = head_row(dy, shape, r);
     const float factor = rstd[r];
     float dot = 0.0F;
     for (int64_t i = lane * kPack; i < D; i += kWarp * kPack) {
@@ -114,7 +116,7 @@ __global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* 
       for (int c = 0; c < kPack; ++c) dot += d[c] * (weight[c] + centre) * value[c];
     }
     const float mean = warp_sum(dot) * factor / static_cast<float>(D);
-    T* to = head_row(dx, shape, r);
+    R* to = head_row(dx, shape, r);
     for (int64_t i = lane * kPack; i < D; i += kWarp * kPack) {
       float value[kPack], d[kPack], weight[kPack], result[kPack];
       load(from + i, value);
@@ -137,6 +139,12 @@ __global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* 
         own[i + c] += d[c] * value[c];
         result[c] = factor * (d[c] * (weight[c] + centre) - value[c] * mean);
       }
+      if (write == Write::kAccumulate) {
+        float old[kPack];
+        load(to + i, old);
+#pragma unroll
+        for (int c = 0; c < kPack; ++c) result[c] += old[c];
+      }
       store(to + i, result);
     }
   }
@@ -148,24 +156,34 @@ __global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* 
   }
 }
 
+// The gated norm has no part in the residual stream.
+template <class Gate, class Body>
+void with_types(DType dtype, DType residual, Body body) {
+  if constexpr (Gate::kGated)
+    with_float(dtype, [&](auto zero) { body(zero, zero); });
+  else
+    with_residual(dtype, residual, body);
+}
+
 template <class Gate>
 void forward(const Stream& stream, const Tensor& y, const Tensor& rstd, const Tensor& x, const Tensor& z,
              const Tensor& w, double eps, float centre) {
   const NormShape shape(x);
   constexpr int kThreads = 256;
-  with_float(x.dtype(), [&](auto zero) {
+  with_types<Gate>(y.dtype(), x.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
+    using R = decltype(wide);
     with_pack({&y, &x, &z, &w}, shape.D, [&](auto pack) {
-      launch(stream, norm_fwd_kernel<decltype(pack)::value, T, Gate>,
+      launch(stream, norm_fwd_kernel<decltype(pack)::value, T, R, Gate>,
              {.grid_x = ceil_div(shape.num_rows(), kThreads / kWarp), .threads = kThreads}, shape, Rows<T>(y),
-             rstd.data<float>(), Rows<T>(x), Rows<T>(z), w.data<float>(), centre, static_cast<float>(eps));
+             rstd.data<float>(), Rows<R>(x), Rows<T>(z), w.data<float>(), centre, static_cast<float>(eps));
     });
   });
 }
 
 template <class Gate>
 void backward(const Stream& stream, const Tensor& dx, const Tensor& dz, const Tensor& dw, const Tensor& dy,
-              const Tensor& x, const Tensor& z, const Tensor& w, const Tensor& rstd, float centre) {
+              const Tensor& x, const Tensor& z, const Tensor& w, const Tensor& rstd, float centre, Write write) {
   const NormShape shape(x);
   constexpr int64_t kSharedBytes = 96 * 1024, kMaxWarps = 8;
   const int64_t row_bytes = shape.D * static_cast<int64_t>(sizeof(float));
@@ -174,13 +192,14 @@ void backward(const Stream& stream, const Tensor& dx, const Tensor& dz, const Te
   const int64_t blocks = std::min(kSumBlocks, ceil_div(shape.num_rows(), warps));
   const Arena::Scope scope(stream.scratch());
   const Tensor sums = stream.scratch().allocate(DType::kF32, {blocks, shape.D});
-  with_float(x.dtype(), [&](auto zero) {
+  with_types<Gate>(dy.dtype(), x.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
+    using R = decltype(wide);
     with_pack({&dx, &dz, &dy, &x, &z, &w}, shape.D, [&](auto pack) {
-      launch(stream, norm_bwd_kernel<decltype(pack)::value, T, Gate>,
+      launch(stream, norm_bwd_kernel<decltype(pack)::value, T, R, Gate>,
              {.grid_x = blocks, .threads = static_cast<int>(warps) * kWarp, .shared_bytes = warps * row_bytes}, shape,
-             Rows<T>(dx), Rows<T>(dz), sums.data<float>(), Rows<T>(dy), Rows<T>(x), Rows<T>(z), w.data<float>(),
-             rstd.data<float>(), centre);
+             Rows<R>(dx), Rows<T>(dz), sums.data<float>(), Rows<T>(dy), Rows<R>(x), Rows<T>(z), w.data<float>(),
+             rstd.data<float>(), centre, write);
     });
   });
   add_rows_to(stream, dw.data<float>(), sums.data<float>(), blocks, shape.D);
@@ -199,8 +218,8 @@ void rms_norm_forward(Stream& stream, Tensor y, Tensor rstd, const Tensor& x, co
 }
 
 void rms_norm_backward(Stream& stream, Tensor dx, Tensor dw, const Tensor& dy, const Tensor& x, const Tensor& w,
-                       const Tensor& rstd, NormWeight kind) {
-  backward<NoGate>(stream, dx, {}, dw, dy, x, {}, w, rstd, centre_of(kind));
+                       const Tensor& rstd, NormWeight kind, Write write) {
+  backward<NoGate>(stream, dx, {}, dw, dy, x, {}, w, rstd, centre_of(kind), write);
 }
 
 void gated_rms_norm_forward(Stream& stream, Tensor y, Tensor rstd, const Tensor& o, const Tensor& z, const Tensor& w,
@@ -214,7 +233,7 @@ void gated_rms_norm_backward(Stream& stream, Tensor d_o, Tensor dz, Tensor dw, c
                              const Tensor& z, const Tensor& w, const Tensor& rstd, GateActivation activation) {
   const auto run = activation == GateActivation::kSigmoid ? backward<Gated<GateActivation::kSigmoid>>
                                                           : backward<Gated<GateActivation::kSilu>>;
-  run(stream, d_o, dz, dw, dy, o, z, w, rstd, 0.0F);
+  run(stream, d_o, dz, dw, dy, o, z, w, rstd, 0.0F, Write::kOverwrite);
 }
 
 }  // namespace palimpsest::cuda

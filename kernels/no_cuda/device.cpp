@@ -28,6 +28,10 @@ GpuProperties gpu_properties() {
   CHECK(false, "this build has no cuda backend");
 }
 
+std::string take_last_path(const Stream&) {
+  return {};
+}
+
 void synchronize(const Stream&) {}
 
 void transfer(const Stream& stream, const Tensor& to, const Tensor& from) {

@@ -40,6 +40,17 @@ TEST(CudaElementwise, MatchesTheCpu) {
         });
 }
 
+// Beside bf16 the residual stream may be f32.
+TEST(CudaElementwise, WideStreamMatchesTheCpu) {
+  for (const int64_t gap : {0, 3, 4})
+    expect_same_on_gpu([=](Lab& lab) {
+      const Shape shape = {65, 37 + 4 * gap};
+      const Tensor x = lab.weight("x", shape), b = lab.input("b", shape, 1, gap);
+      add(lab.stream(), lab.statistics("sum", shape), x, b);
+      copy(lab.stream(), lab.output("rounded", shape, gap), x);
+    });
+}
+
 TEST(CudaLinear, MatchesTheCpu) {
   struct Sizes {
     int64_t N, I, O, gap;
@@ -76,6 +87,9 @@ TEST(CudaEmbedding, MatchesTheCpu) {
         embedding_forward(lab.stream(), lab.output("x", {N, D}, 1), tokens, table, range);
         embedding_backward(lab.stream(), lab.accumulated("dtable", {kVocabulary - 2 * begin, D}),
                            lab.input("dx", {N, D}, 1, 4), tokens, range);
+        embedding_forward(lab.stream(), lab.statistics("wide x", {N, D}), tokens, table, range);
+        embedding_backward(lab.stream(), lab.accumulated("dtable of wide", {kVocabulary - 2 * begin, D}),
+                           lab.weight("wide dx", {N, D}), tokens, range);
       });
 }
 
@@ -91,6 +105,22 @@ TEST(CudaRmsNorm, MatchesTheCpu) {
         rms_norm_backward(lab.stream(), lab.output("dx", shape, gap), dw, dy, x, w, rstd, kind);
         rms_norm_backward(lab.stream(), dy, dw, dy, x, w, rstd, kind);
       });
+}
+
+TEST(CudaRmsNorm, AddsToTheGradientOfAWideStream) {
+  for (const auto& [N, D] : {std::pair{200, 1024}, std::pair{63, 37}})
+    expect_same_on_gpu([N = N, D = D](Lab& lab) {
+      const Shape shape = {N, D};
+      const Tensor x = lab.weight("x", shape, 2), w = lab.weight("w", {D}), rstd = lab.statistics("rstd", {N});
+      const Tensor dy = lab.input("dy", shape), narrow = lab.input("narrow", shape);
+      rms_norm_forward(lab.stream(), lab.output("y", shape), rstd, x, w, 1e-5, NormWeight::kPlain);
+      rms_norm_backward(lab.stream(), lab.accumulated("dx", shape), lab.accumulated("dw", {D}), dy, x, w, rstd,
+                        NormWeight::kPlain, Write::kAccumulate);
+      rms_norm_backward(lab.stream(), lab.statistics("dx alone", shape), lab.accumulated("dw 2", {D}), dy, x, w, rstd,
+                        NormWeight::kPlain);
+      rms_norm_backward(lab.stream(), lab.in_place("narrow dx", shape), lab.accumulated("dw 3", {D}), dy, narrow, w,
+                        rstd, NormWeight::kPlain, Write::kAccumulate);
+    });
 }
 
 TEST(CudaRmsNorm, HeadsShareAWeight) {

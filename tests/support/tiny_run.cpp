@@ -1,6 +1,7 @@
 #include "tests/support/tiny_run.h"
 
 #include "kernels/cross_entropy.h"
+#include "kernels/device.h"
 #include "kernels/random.h"
 #include "tests/support/tensors.h"
 
@@ -86,7 +87,7 @@ std::vector<double> state_of(TinyRun& run) {
   std::vector<double> state;
   for (const Parameter& parameter : run.registry().parameters()) {
     for (const Tensor& tensor : {parameter.value, parameter.adam_m, parameter.adam_v}) {
-      const std::vector<double> values = values_of(tensor);
+      const std::vector<double> values = values_of(HostCopy(tensor).fetch().tensor());
       state.insert(state.end(), values.begin(), values.end());
     }
   }
@@ -97,7 +98,7 @@ std::vector<double> state_of(TinyRun& run) {
 std::vector<double> gradients_of(ParameterRegistry& registry) {
   std::vector<double> gradients;
   for (const Parameter& parameter : registry.parameters()) {
-    const std::vector<double> values = values_of(parameter.grad);
+    const std::vector<double> values = values_of(HostCopy(parameter.grad).fetch().tensor());
     gradients.insert(gradients.end(), values.begin(), values.end());
   }
   return gradients;

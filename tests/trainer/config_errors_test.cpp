@@ -115,6 +115,10 @@ TEST(ConfigErrors, ValuesOutOfRangeHaveAPosition) {
            {"data: {train: [{weight: 1}, b]}", "c.yaml:1:16: data.train[0] is empty, must be a path"},
            {"data: {eval: {a/b: c}}",
             "c.yaml:1:14: data.eval has a set named 'a/b', must be of letters, digits, '_' and '-'"},
+           {"precision: f64\nresidual: f32", "c.yaml:2:11: residual is f32, must be f64 with precision: f64"},
+           {"precision: bf16\nresidual: f64", "c.yaml:2:11: residual is f64, must be bf16 or f32 with precision: bf16"},
+           {"profile: {steps: [3, 2]}",
+            "c.yaml:1:18: profile.steps is [3, 2], must be [first, last] with 1 <= first <= last"},
            {"device: cpu\nprecision: bf16",
             "c.yaml:2:12: precision is bf16, must be f32 or f64 on the CPU: bf16 is for device: cuda"},
        }) {

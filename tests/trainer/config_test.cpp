@@ -216,16 +216,21 @@ TEST(Config, ResolvesAuto) {
   EXPECT_EQ(on_cpu.device, DeviceChoice::kCpu);
   EXPECT_EQ(on_cpu.precision, Precision::kF32);
   EXPECT_EQ(device_of(on_cpu), Device::kCpu);
-  EXPECT_EQ(dtype_of(on_cpu), DType::kF32);
+  EXPECT_EQ(types_of(on_cpu).dtype, DType::kF32);
   const Config on_gpu = resolve(config, true);
   EXPECT_EQ(device_of(on_gpu), Device::kCuda);
-  EXPECT_EQ(dtype_of(on_gpu), DType::kBF16);
-  EXPECT_EQ(dtype_of(resolve(parse_config("device: cpu\nprecision: f64", "c.yaml"), true)), DType::kF64);
+  EXPECT_EQ(types_of(on_gpu).dtype, DType::kBF16);
+  EXPECT_EQ(types_of(resolve(parse_config("device: cpu\nprecision: f64", "c.yaml"), true)).dtype, DType::kF64);
   EXPECT_THROW(resolve(parse_config("device: cuda", "c.yaml"), false), UserError);
   EXPECT_THROW(resolve(parse_config("precision: bf16", "c.yaml"), false), UserError);
   EXPECT_THROW(resolve(parse_config("precision: f64", "c.yaml"), true), UserError);
+  EXPECT_EQ(types_of(on_gpu).residual, DType::kBF16);
+  EXPECT_EQ(types_of(resolve(parse_config("residual: f32", "c.yaml"), true)).residual, DType::kF32);
+  EXPECT_EQ(types_of(resolve(parse_config("residual: f64", "c.yaml"), false)).residual, DType::kF64);
+  EXPECT_THROW(resolve(parse_config("residual: bf16", "c.yaml"), false), UserError);
+  EXPECT_THROW(resolve(parse_config("residual: f64", "c.yaml"), true), UserError);
   EXPECT_THROW(device_of(config), Error);
-  EXPECT_THROW(dtype_of(config), Error);
+  EXPECT_THROW(types_of(config), Error);
 }
 
 TEST(Config, TokensBecomeWholeSteps) {

@@ -17,9 +17,13 @@ using support::tiny_config;
 using support::TinyRun;
 
 TEST(MemoryPlan, RehearsalIsExactToTheByte) {
-  for (const auto checkpointing :
-       {ActivationCheckpointing::kNone, ActivationCheckpointing::kSelective, ActivationCheckpointing::kFull}) {
+  for (const auto& [checkpointing, residual] : {std::pair{ActivationCheckpointing::kNone, Precision::kAuto},
+                                               std::pair{ActivationCheckpointing::kSelective, Precision::kAuto},
+                                               std::pair{ActivationCheckpointing::kFull, Precision::kAuto},
+                                               std::pair{ActivationCheckpointing::kNone, Precision::kF64},
+                                               std::pair{ActivationCheckpointing::kFull, Precision::kF64}}) {
     Config config = tiny_config(Precision::kF32);
+    config.residual = residual;
     config.train.activation_checkpointing = checkpointing;
     Workbench bench(config);
     const TrainStepOptions options = train_step_options(config);

@@ -1,0 +1,121 @@
+// Training on a GPU: repeatable to the bit, within the memory that was planned, and none taken during a step.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels/device.h"
+#include "tests/cuda/lab.h"
+#include "tests/support/tiny_run.h"
+
+namespace palimpsest {
+namespace {
+
+using namespace support;
+
+// Heads of the sizes that Hopper's kernels serve, one layer of each of the three kinds.
+Config gpu_config(Precision precision, Precision residual) {
+  Config config = tiny_config(precision, {"kda", "gdn", "mla"});
+  config.device = DeviceChoice::kCuda;
+  config.residual = residual;
+  config.model.vocab_size = 263;
+  config.model.hidden_size = 192;
+  config.model.kda = {.num_heads = 3, .head_dim = 64, .conv_size = 4, .gate_lower_bound = -5.0};
+  config.model.gdn = {.num_heads = 2, .num_value_heads = 4, .head_dim = 64, .value_head_dim = 128, .conv_size = 3};
+  config.model.mla = {.num_heads = 2,
+                      .kv_lora_rank = 64,
+                      .qk_nope_head_dim = 128,
+                      .qk_rope_head_dim = 64,
+                      .v_head_dim = 128,
+                      .rope = RopeKind::kInterleaved};
+  config.model.mlp.intermediate_size = 512;
+  return config;
+}
+
+// Losses of 50 steps, and the bytes of every weight and moment at their end.
+struct Outcome {
+  std::vector<double> losses;
+  std::vector<double> state;
+};
+
+Outcome train(const Config& config) {
+  TinyRun run(config, 1024);
+  Outcome outcome;
+  for (int64_t step = 0; step < 50; ++step) {
+    const std::vector<int64_t> lengths = {1 + step, 3, 37, 130, 200, 64, 589 - step};  // 1024 tokens
+    const OwnedBatch batch(random_documents(lengths, config.model.vocab_size, static_cast<uint64_t>(step % 7)));
+    const StepResult result = run.step().run({&batch.input(), 1}, batch.num_targets(), 2e-3);
+    EXPECT_TRUE(result.applied);
+    outcome.losses.push_back(result.loss);
+  }
+  outcome.state = state_of(run);
+  return outcome;
+}
+
+// Bits, so that equal NaNs are equal and zeros of two signs are not.
+bool same_bits(const std::vector<double>& a, const std::vector<double>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0;
+}
+
+TEST(CudaTraining, SameSeedGivesTheSameBits) {
+  SKIP_WITHOUT_GPU();
+  for (const auto& [precision, residual] : {std::pair{Precision::kBF16, Precision::kAuto},
+                                            std::pair{Precision::kBF16, Precision::kF32},
+                                            std::pair{Precision::kF32, Precision::kAuto}}) {
+    const Config config = gpu_config(precision, residual);
+    const Outcome first = train(config), second = train(config);
+    EXPECT_TRUE(same_bits(first.losses, second.losses));
+    EXPECT_TRUE(same_bits(first.state, second.state));
+    EXPECT_LT(first.losses.back(), first.losses.front());  // it learns
+    Config other = config;
+    other.run.seed = 2;
+    EXPECT_FALSE(same_bits(train(other).losses, first.losses));
+  }
+}
+
+TEST(CudaTraining, WideStreamFollowsF32MoreClosely) {
+  SKIP_WITHOUT_GPU();
+  // Losses of the first steps, while the three runs are still the same run to rounding.
+  const auto first_losses = [](Precision precision, Precision residual) {
+    std::vector<double> losses = train(gpu_config(precision, residual)).losses;
+    losses.resize(10);
+    return losses;
+  };
+  const std::vector<double> exact = first_losses(Precision::kF32, Precision::kAuto),
+                            narrow = first_losses(Precision::kBF16, Precision::kAuto),
+                            wide = first_losses(Precision::kBF16, Precision::kF32);
+  for (size_t i = 0; i < exact.size(); ++i) {
+    EXPECT_NEAR(narrow[i], exact[i], 1e-2 * exact[i]);
+    EXPECT_NEAR(wide[i], exact[i], 1e-2 * exact[i]);
+    EXPECT_NE(wide[i], narrow[i]);
+  }
+}
+
+TEST(CudaMemory, StaysWithinThePlanAndStillDuringSteps) {
+  SKIP_WITHOUT_GPU();
+  use_gpu(0);
+  Config config = gpu_config(Precision::kBF16, Precision::kAuto);
+  config.model.vocab_size = 16384;
+  config.model.hidden_size = 1024;
+  config.model.mlp.intermediate_size = 2816;
+  constexpr int64_t kTokens = 16384;
+  const int64_t before = memory_in_use(Device::kCuda);  // with the driver's own for this process
+  TinyRun run(config, kTokens);
+  const OwnedBatch batch(random_documents({kTokens - 1700, 700, 1000}, config.model.vocab_size, 1));
+  const auto step = [&] { EXPECT_TRUE(run.step().run({&batch.input(), 1}, batch.num_targets(), 1e-3).applied); };
+  step();
+  const int64_t taken = memory_in_use(Device::kCuda) - before;
+  Workbench rehearsal(config);
+  const int64_t planned = rehearsal
+                              .rehearse_training({.train_rows = 1, .eval_rows = 1, .row_length = kTokens},
+                                                 train_step_options(config))
+                              .total();
+  EXPECT_GE(taken, planned);
+  EXPECT_LE(static_cast<double>(taken), 1.1 * static_cast<double>(planned));
+  for (int i = 0; i < 3; ++i) step();
+  EXPECT_EQ(memory_in_use(Device::kCuda) - before, taken);
+}
+
+}  // namespace
+}  // namespace palimpsest
