@@ -105,6 +105,12 @@ struct Round {
   }
 };
 
+void round_to_bf16(const Stream& stream, const Tensor& to, const Tensor& from) {
+  map(stream, DType::kF32, {&to, &from}, [&](auto pack, auto) {
+    return Round<decltype(pack)::value>{Rows<bf16>(to), Rows<float>(from)};
+  });
+}
+
 }  // namespace
 
 void fill_zero(Stream& stream, Tensor y) {
@@ -167,9 +173,7 @@ Tensor rounded(const Stream& stream, const Tensor& w, DType dtype) {
   constexpr int64_t kRow = 8;  // elements: rows start on 16 bytes
   const Tensor room = stream.scratch().allocate(dtype, {w.dim(0), ceil_div(w.dim(1), kRow) * kRow});
   const Tensor copy = room.columns(0, w.dim(1));
-  map(stream, DType::kF32, {&copy, &w}, [&](auto pack, auto) {
-    return Round<decltype(pack)::value>{Rows<bf16>(copy), Rows<float>(w)};
-  });
+  round_to_bf16(stream, copy, w);
   return copy;
 }
 

@@ -57,6 +57,28 @@ TEST(Elementwise, AddWorksInPlace) {
   EXPECT_TRUE(is_bit_identical(other, sum));
 }
 
+// Sums of a residual stream in f64 keep what f32 would lose.
+TEST(Elementwise, WideStreamsAreAddedToAndRounded) {
+  CpuStream stream;
+  const Shape shape = {9, 31};
+  const OwnedTensor x = random_tensor(DType::kF64, shape, 1, 1, 2), b = random_tensor(DType::kF32, shape, 2, 1e-8, 3);
+  const OwnedTensor sum(DType::kF64, shape, 1), rounded(DType::kF32, shape, 4);
+  add(stream, sum, x, b);
+  copy(stream, rounded, x);
+  const std::vector<double> wide = values_of(x), small = values_of(b);
+  std::vector<double> sum_expected, rounded_expected;
+  for (size_t i = 0; i < wide.size(); ++i) {
+    sum_expected.push_back(wide[i] + small[i]);
+    rounded_expected.push_back(static_cast<float>(wide[i]));
+  }
+  EXPECT_EQ(values_of(sum), sum_expected);
+  EXPECT_EQ(values_of(rounded), rounded_expected);
+  EXPECT_TRUE(sum.surroundings_untouched());
+  EXPECT_TRUE(rounded.surroundings_untouched());
+  EXPECT_THROW(copy(stream, sum, rounded), Error);  // the other way nothing is missing, and nothing asks for it
+  EXPECT_THROW(add(stream, rounded, x, b), Error);
+}
+
 TEST(SigmoidGate, BackwardMatchesFiniteDifference) {
   CpuStream stream;
   const Shape shape = {7, 13};

@@ -45,6 +45,20 @@ TEST_P(EmbeddingOfType, MatchesPlainLoops) {
 INSTANTIATE_TEST_SUITE_P(Types, EmbeddingOfType, ::testing::Values(DType::kF32, DType::kF64),
                          [](const auto& info) { return name_of(info.param); });
 
+TEST(Embedding, TableOfF32ServesAStreamOfF64) {
+  CpuStream stream;
+  const OwnedTensor tokens = random_tokens(), table = random_tensor(DType::kF32, {V, D}, 1);
+  const OwnedTensor x(DType::kF64, {N, D}, 5), x32(DType::kF32, {N, D}), dx = random_tensor(DType::kF32, {N, D}, 2);
+  const OwnedTensor dtable = random_tensor(DType::kF32, {V, D}, 3), dtable32 = converted(dtable, DType::kF32);
+  embedding_forward(stream, x, tokens, table);
+  embedding_forward(stream, x32, tokens, table);
+  EXPECT_EQ(values_of(x), values_of(x32));
+  EXPECT_TRUE(x.surroundings_untouched());
+  embedding_backward(stream, dtable, converted(dx, DType::kF64), tokens);
+  embedding_backward(stream, dtable32, dx, tokens);
+  EXPECT_EQ(values_of(dtable), values_of(dtable32));
+}
+
 TEST(Embedding, BackwardDoesNotDependOnTheThreads) {
   CpuStream stream;
   const OwnedTensor tokens = random_tokens(), dx = random_tensor(DType::kF32, {N, D}, 2);
