@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "kernels/elementwise.h"
+#include "kernels/trace.h"
 
 namespace palimpsest {
 
@@ -33,18 +34,21 @@ std::unique_ptr<Pending> Communicator::start_all_reduce(Stream& stream, Tensor x
   if (size_ == 1 || x.numel() == 0) return std::make_unique<Done>();
   bytes_sent_ += 2 * x.bytes() * (size_ - 1) / size_;
   if (stream.is_planning()) return std::make_unique<Done>();
+  const TraceRange range("all_reduce");
   return launch_all_reduce(stream, x, op);
 }
 
 std::unique_ptr<Pending> Communicator::start_all_gather(Stream& stream, std::vector<Parts> tensors) {
   if (!prepare("all_gather", stream, tensors, [](const Parts& t) { return std::pair(t.whole, t.part); }))
     return std::make_unique<Done>();
+  const TraceRange range("all_gather");
   return launch_all_gather(stream, tensors);
 }
 
 std::unique_ptr<Pending> Communicator::start_reduce_scatter(Stream& stream, std::vector<Parts> tensors) {
   if (!prepare("reduce_scatter", stream, tensors, [](const Parts& t) { return std::pair(t.part, t.whole); }))
     return std::make_unique<Done>();
+  const TraceRange range("reduce_scatter");
   return launch_reduce_scatter(stream, tensors);
 }
 
