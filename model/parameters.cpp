@@ -71,17 +71,45 @@ Shape with_rows(const Shape& block, int64_t rows) {
   return shape;
 }
 
-// Fills `values`, which are rows of the parameter's block from `first_row` on.
+// initial_value, of the random stream that belongs to the parameter's name.
+double drawn_value(Init init, uint64_t seed, uint64_t stream, uint64_t index, double initializer_range) {
+  switch (init) {
+    case Init::kNormal:
+      return initializer_range * random_normal(seed, stream, index);
+    case Init::kZeros:
+      return 0.0;
+    case Init::kOnes:
+      return 1.0;
+    case Init::kLogUniform1To16:
+      return std::log(1.0 + 15.0 * random_uniform(seed, stream, index));
+    case Init::kLogUniform0To16:
+      return std::log(std::max(16.0 * random_uniform(seed, stream, index), 0.0101));
+    case Init::kDtBias: {
+      const double low = std::log(1e-3), high = std::log(1e-1);
+      const double dt = std::max(std::exp(low + (high - low) * random_uniform(seed, stream, index)), 1e-4);
+      return dt + std::log(-std::expm1(-dt));
+    }
+  }
+  return 0.0;
+}
+
+// Fills `tensor`, which is rows of the parameter's block from `first_row` on.
 template <class T>
 void fill_initial(const Parameter& parameter, const Tensor& tensor, int64_t first_row, uint64_t seed,
                   double initializer_range) {
   T* values = tensor.data<T>();
-  const TensorBlock& block = parameter.block;
-  const int64_t count = tensor.numel(), first = first_row * tensor.row_size();
+  const ParameterSpec& spec = parameter.spec;
+  const uint64_t stream = hash_of(spec.name);
+  const int64_t first = first_row * tensor.row_size();
+  const int64_t width = tensor.dim(-1);  // neighbours in the block are neighbours in the whole
+  const int64_t count = width > 0 ? tensor.numel() / width : 0;
 #pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < count; ++i)
-    values[i] = static_cast<T>(
-        initial_value(parameter.spec, seed, global_index(parameter.spec.shape, block, first + i), initializer_range));
+  for (int64_t line = 0; line < count; ++line) {
+    const int64_t begin = global_index(spec.shape, parameter.block, first + line * width);
+    for (int64_t i = 0; i < width; ++i)
+      values[line * width + i] =
+          static_cast<T>(drawn_value(spec.init, seed, stream, static_cast<uint64_t>(begin + i), initializer_range));
+  }
 }
 
 }  // namespace
@@ -266,26 +294,7 @@ void ParameterRegistry::bind_slot(int64_t slot, DType dtype, ParameterUse use, A
 }
 
 double initial_value(const ParameterSpec& spec, uint64_t seed, int64_t global_index, double initializer_range) {
-  const uint64_t stream = hash_of(spec.name);
-  const auto index = static_cast<uint64_t>(global_index);
-  switch (spec.init) {
-    case Init::kNormal:
-      return initializer_range * random_normal(seed, stream, index);
-    case Init::kZeros:
-      return 0.0;
-    case Init::kOnes:
-      return 1.0;
-    case Init::kLogUniform1To16:
-      return std::log(1.0 + 15.0 * random_uniform(seed, stream, index));
-    case Init::kLogUniform0To16:
-      return std::log(std::max(16.0 * random_uniform(seed, stream, index), 0.0101));
-    case Init::kDtBias: {
-      const double low = std::log(1e-3), high = std::log(1e-1);
-      const double dt = std::max(std::exp(low + (high - low) * random_uniform(seed, stream, index)), 1e-4);
-      return dt + std::log(-std::expm1(-dt));
-    }
-  }
-  return 0.0;
+  return drawn_value(spec.init, seed, hash_of(spec.name), static_cast<uint64_t>(global_index), initializer_range);
 }
 
 void ParameterRegistry::initialize(uint64_t seed, double initializer_range,
