@@ -103,7 +103,7 @@ TEST(Elementwise, DifferentShapesAreErrors) {
   CpuStream stream;
   const OwnedTensor a(DType::kF32, {3, 4}), b(DType::kF32, {4, 3}), c(DType::kF64, {3, 4});
   EXPECT_THROW(add(stream, a, a, b), Error);
-  EXPECT_THROW(copy(stream, a, c), Error);
+  EXPECT_THROW(copy(stream, c, a), Error);
   EXPECT_THROW(sigmoid_gate_forward(stream, b, a, a), Error);
 }
 
