@@ -58,6 +58,8 @@ class Branch {
  public:
   virtual ~Branch() = default;
 
+  // Whether forward's y may be f32 beside bf16 operands: the sums of its last product as they are.
+  virtual bool has_wide_output() const { return true; }
   // y [N, D] = f(x [N, D]); y overwritten. When y is absent only what backward needs is computed (recomputation).
   virtual std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x,
                                          Tensor y) const = 0;

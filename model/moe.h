@@ -27,6 +27,7 @@ class Moe : public FeedForward {
   // counts the layers with experts.
   Moe(const ModelConfig& config, int64_t index, const std::string& prefix, ParameterRegistry& registry);
 
+  bool has_wide_output() const override { return false; }  // rows of experts are added up in their own type
   std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
   void backward(Context& context, const Sequence& sequence, const Saved& saved, const Tensor& x, const Tensor& dy,
                 Tensor dx) const override;

@@ -20,8 +20,9 @@ SavedResidual Residual::forward(Context& context, const Sequence& sequence, cons
   const int64_t mark = context.activations.mark();
   const int64_t N = sequence.documents.num_tokens();
   const Tensor x_normed = gather_tokens(context, normed(context, x, saved.rstd), N);
-  const Tensor of_branch =
-      context.residual == context.dtype ? y : context.stream.scratch().allocate(context.dtype, y.shape());
+  const bool writes_y =
+      context.residual == context.dtype || (context.dtype == DType::kBF16 && branch_.has_wide_output());
+  const Tensor of_branch = writes_y ? y : context.stream.scratch().allocate(context.dtype, y.shape());
   PartialSum out(context, of_branch, N);
   saved.branch = branch_.forward(context, sequence, x_normed, out.all());
   out.scatter();

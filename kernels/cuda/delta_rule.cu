@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/cuda/delta_rule_sm90.h"
+#include "kernels/cuda/elementwise.h"
 #include "kernels/cuda/tile.cuh"
 
 namespace palimpsest::cuda {
@@ -157,6 +158,61 @@ void backward(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, co
                  .dbeta_shares = dbeta_shares});
 }
 
+// ---- bf16 operands of few channels ----
+
+// Such products would leave tensor cores half empty; in f32 nothing but the operands themselves is rounded.
+constexpr int64_t kMostChannelsInF32 = 32;
+
+bool runs_in_f32(const DeltaRuleInputs& in) {
+  return in.q.dtype() == DType::kBF16 && in.q.dim(2) <= kMostChannelsInF32;
+}
+
+// f32 beside a bf16 tensor, in scratch memory; absent where that is.
+Tensor allocate_wide(const Stream& stream, const Tensor& x) {
+  return x.defined() ? stream.scratch().allocate(DType::kF32, x.shape()) : Tensor();
+}
+
+Tensor widened(const Stream& stream, const Tensor& x) {
+  const Tensor wide = allocate_wide(stream, x);
+  if (x.defined()) widen_to_f32(stream, wide, x);
+  return wide;
+}
+
+DeltaRuleInputs widened(const Stream& stream, const DeltaRuleInputs& in) {
+  DeltaRuleInputs wide = in;
+  for (Tensor* x : {&wide.q, &wide.k, &wide.v, &wide.beta_logit, &wide.gate_logit}) *x = widened(stream, *x);
+  return wide;
+}
+
+// Nothing is kept for backward, which computes it again.
+DeltaRuleOptions without_saving(DeltaRuleOptions options) {
+  options.save_level = SaveLevel::kNothing;
+  return options;
+}
+
+void forward_in_f32(Stream& stream, const DeltaRuleOutputs& out, const DeltaRuleInputs& in,
+                    const DeltaRuleOptions& options, const Documents& documents) {
+  const Arena::Scope scope(stream.scratch());
+  DeltaRuleOutputs wide = out;
+  wide.o = allocate_wide(stream, out.o);
+  forward<float>(stream, wide, {}, widened(stream, in), without_saving(options), documents);
+  if (out.o.defined()) round_to_bf16(stream, out.o, wide.o);
+}
+
+void backward_in_f32(Stream& stream, const DeltaRuleGrads& grads, const Tensor& d_o, const Tensor& d_final_state,
+                     const DeltaRuleInputs& in, const DeltaRuleOptions& options, const Documents& documents) {
+  const Arena::Scope scope(stream.scratch());
+  DeltaRuleGrads wide = grads;
+  for (Tensor* gradient : {&wide.dq, &wide.dk, &wide.dv, &wide.dbeta_logit, &wide.dgate_logit})
+    *gradient = allocate_wide(stream, *gradient);
+  backward<float>(stream, wide, widened(stream, d_o), d_final_state, {}, widened(stream, in), without_saving(options),
+                  documents);
+  for (const auto& [narrow, result] :
+       {std::pair{grads.dq, wide.dq}, std::pair{grads.dk, wide.dk}, std::pair{grads.dv, wide.dv},
+        std::pair{grads.dbeta_logit, wide.dbeta_logit}, std::pair{grads.dgate_logit, wide.dgate_logit}})
+    if (narrow.defined()) round_to_bf16(stream, narrow, result);
+}
+
 // ---- Hopper's kernels, see delta_rule_sm90.h ----
 
 bool is_hopper() {
@@ -290,6 +346,7 @@ void delta_rule_forward(Stream& stream, const DeltaRuleOutputs& out, const Delta
                         const DeltaRuleInputs& in, const DeltaRuleOptions& options, const Documents& documents) {
   if (hopper_forward(stream, out, saved, in, options, documents)) return;
   note_path(stream, "plain");
+  if (runs_in_f32(in)) return forward_in_f32(stream, out, in, options, documents);
   with_float(in.q.dtype(), [&](auto zero) { forward<decltype(zero)>(stream, out, saved, in, options, documents); });
 }
 
@@ -298,6 +355,7 @@ void delta_rule_backward(Stream& stream, const DeltaRuleGrads& grads, const Tens
                          const Documents& documents) {
   if (hopper_backward(stream, grads, d_o, d_final_state, saved, in, options, documents)) return;
   note_path(stream, "plain");
+  if (runs_in_f32(in)) return backward_in_f32(stream, grads, d_o, d_final_state, in, options, documents);
   with_float(in.q.dtype(), [&](auto zero) {
     backward<decltype(zero)>(stream, grads, d_o, d_final_state, saved, in, options, documents);
   });

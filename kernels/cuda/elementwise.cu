@@ -94,10 +94,10 @@ struct SigmoidGateBackward {
   }
 };
 
-template <int kPack>
-struct Round {
-  Rows<bf16> to;
-  Rows<float> from;
+template <int kPack, class To, class From>
+struct Convert {
+  Rows<To> to;
+  Rows<From> from;
   __device__ void operator()(int64_t row, int64_t i) const {
     float x[kPack];
     load(from[row] + i, x);
@@ -105,13 +105,19 @@ struct Round {
   }
 };
 
-void round_to_bf16(const Stream& stream, const Tensor& to, const Tensor& from) {
+}  // namespace
+
+void widen_to_f32(const Stream& stream, const Tensor& to, const Tensor& from) {
   map(stream, DType::kF32, {&to, &from}, [&](auto pack, auto) {
-    return Round<decltype(pack)::value>{Rows<bf16>(to), Rows<float>(from)};
+    return Convert<decltype(pack)::value, float, bf16>{Rows<float>(to), Rows<bf16>(from)};
   });
 }
 
-}  // namespace
+void round_to_bf16(const Stream& stream, const Tensor& to, const Tensor& from) {
+  map(stream, DType::kF32, {&to, &from}, [&](auto pack, auto) {
+    return Convert<decltype(pack)::value, bf16, float>{Rows<bf16>(to), Rows<float>(from)};
+  });
+}
 
 void fill_zero(Stream& stream, Tensor y) {
   if (stream.is_planning() || y.numel() == 0) return;
