@@ -4,11 +4,18 @@
 
 namespace palimpsest {
 
+namespace detail {
+
+void begin_trace_range(const char* name);
+void end_trace_range();
+
+}  // namespace detail
+
 // From its construction to its destruction on this thread. The name is copied.
 class TraceRange {
  public:
-  explicit TraceRange(const char* name);
-  ~TraceRange();
+  explicit TraceRange(const char* name) { detail::begin_trace_range(name); }
+  ~TraceRange() { detail::end_trace_range(); }
   TraceRange(const TraceRange&) = delete;
   TraceRange& operator=(const TraceRange&) = delete;
 };

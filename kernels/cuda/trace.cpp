@@ -8,13 +8,17 @@
 
 namespace palimpsest {
 
-TraceRange::TraceRange(const char* name) {
+namespace detail {
+
+void begin_trace_range(const char* name) {
   nvtxRangePushA(name);
 }
 
-TraceRange::~TraceRange() {
+void end_trace_range() {
   nvtxRangePop();
 }
+
+}  // namespace detail
 
 void start_profiler() {
   CUDA_CHECK(cudaProfilerStart());
