@@ -18,10 +18,10 @@ using support::TinyRun;
 
 TEST(MemoryPlan, RehearsalIsExactToTheByte) {
   for (const auto& [checkpointing, residual] : {std::pair{ActivationCheckpointing::kNone, Precision::kAuto},
-                                               std::pair{ActivationCheckpointing::kSelective, Precision::kAuto},
-                                               std::pair{ActivationCheckpointing::kFull, Precision::kAuto},
-                                               std::pair{ActivationCheckpointing::kNone, Precision::kF64},
-                                               std::pair{ActivationCheckpointing::kFull, Precision::kF64}}) {
+                                                std::pair{ActivationCheckpointing::kSelective, Precision::kAuto},
+                                                std::pair{ActivationCheckpointing::kFull, Precision::kAuto},
+                                                std::pair{ActivationCheckpointing::kNone, Precision::kF64},
+                                                std::pair{ActivationCheckpointing::kFull, Precision::kF64}}) {
     Config config = tiny_config(Precision::kF32);
     config.residual = residual;
     config.train.activation_checkpointing = checkpointing;
