@@ -21,7 +21,7 @@ TEST(BenchExperts, OpsOfExpertsAreMeasuredWithTheirError) {
   std::set<std::string> names;
   {
     Console console(null);
-    for (const KernelBench& bench : bench_kernels(config, 1e-4, console)) {
+    for (const KernelBench& bench : bench_kernels(config, {.seconds_an_op = 1e-4}, console)) {
       names.insert(bench.name);
       EXPECT_LT(bench.error, 1e-5) << bench.name << " " << bench.sizes;  // false of NaN too
     }
