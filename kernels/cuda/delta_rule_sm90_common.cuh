@@ -37,14 +37,15 @@ struct DeltaRuleWorkspace {
 
 // The scans go chunk after chunk, and few long documents leave most of the GPU idle. Then segments of documents go at
 // once: first from nothing, for the maps of their states, and once their first states are known, again. Forward that is
-// two scans, backward three.
-inline int segment_of(const DeltaRuleSm90& p) {
-  constexpr int64_t kProcessors = 132, kFewest = 4, kShortest = 8;
+// two scans, backward three, so it takes more segments to gain by them.
+inline int segment_of(const DeltaRuleSm90& p, bool backward) {
+  constexpr int64_t kProcessors = 132, kShortest = 8;
+  const int64_t fewest = backward ? 6 : 4;
   const int64_t scans = p.num_documents * p.HV * (p.V / 64);
   if (p.segment >= 0 || scans == 0) return p.segment > 0 ? p.segment : 0;
   const int64_t chunks = p.N / kChunk / p.num_documents;  // of a document, on average
   const int64_t most = chunks / kShortest, idle = kProcessors / scans, segments = most < idle ? most : idle;
-  return segments < kFewest ? 0 : static_cast<int>((chunks + segments - 1) / segments);
+  return segments < fewest ? 0 : static_cast<int>((chunks + segments - 1) / segments);
 }
 
 // Segments have slots as chunks have: segment s of document d, which begins at token b, has b / tokens of one + d + s.
@@ -79,7 +80,7 @@ inline int64_t carve_workspace(const DeltaRuleSm90& p, bool backward, void* bloc
   w.states = p.states;
   if (p.m == nullptr) take(w.m, rows * kChunk);
   if (p.aqk == nullptr) take(w.aqk, rows * kChunk);
-  w.segment = segment_of(p);
+  w.segment = segment_of(p, backward);
   const int64_t segments = w.segment == 0 ? 0 : num_segments(p, w.segment);
   take(w.maps, segments * p.HV * p.K * p.K);
   take(w.no_value, p.HV * p.K);

@@ -163,7 +163,7 @@ TEST(CudaDeltaRule, StatesLieInRowsThatDocumentsName) {
 
 // Few heads and many tokens, whose state decays slowly: in bf16 Hopper's own kernels cut the document.
 TEST(CudaDeltaRule, ALongDocumentOfFewHeadsMatchesTheCpu) {
-  const Documents documents = Documents({0, 2200}).with_states(2, {1}, {0});
+  const Documents documents = Documents({0, 3300}).with_states(2, {1}, {0});
   for (const Decay decay : {Decay::kVector, Decay::kScalar})
     for (const SaveLevel level : {SaveLevel::kNothing, SaveLevel::kAll})
       expect_same_on_gpu(
