@@ -143,8 +143,8 @@ std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequ
   return saved;
 }
 
-void Attention::backward(Context& context, const Sequence& sequence, const Saved& saved_base, const Tensor& x,
-                         const Tensor& dy, Tensor dx) const {
+void Attention::backward(Context& context, const Sequence& sequence, const Saved& saved_base, const LateTensor& x,
+                         const Tensor& dy, const AwaitedTensor& dx) const {
   const auto& saved = static_cast<const SavedAttention&>(saved_base);
   Stream& stream = context.stream;
   Arena& scratch = stream.scratch();
@@ -212,8 +212,9 @@ void Attention::backward(Context& context, const Sequence& sequence, const Saved
     rms_norm_backward(stream, k_columns(d_proj), k_norm_->grad, dk, k_columns(saved.proj), k_norm_->value, saved.k_rstd,
                       norm_weight_);
   // 1.
-  linear_backward_weight(stream, in_proj_->grad, d_proj, x);
   linear_backward_input(stream, dx, d_proj, in_proj_->value, Write::kOverwrite);
+  dx.filled();
+  linear_backward_weight(stream, in_proj_->grad, d_proj, x);
 }
 
 double Attention::flops_per_token(int64_t row_length) const {

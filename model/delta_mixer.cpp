@@ -152,8 +152,8 @@ std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& seq
   return saved;
 }
 
-void DeltaMixer::backward(Context& context, const Sequence& sequence, const Saved& saved_base, const Tensor& x,
-                          const Tensor& dy, Tensor dx) const {
+void DeltaMixer::backward(Context& context, const Sequence& sequence, const Saved& saved_base, const LateTensor& x,
+                          const Tensor& dy, const AwaitedTensor& dx) const {
   const auto& saved = static_cast<const SavedDelta&>(saved_base);
   Stream& stream = context.stream;
   Arena& scratch = stream.scratch();
@@ -211,8 +211,9 @@ void DeltaMixer::backward(Context& context, const Sequence& sequence, const Save
     linear_backward_input(stream, decay_columns(d_proj), d_decay, parts_.decay_b->value, Write::kOverwrite);
   }
   // 1.
-  linear_backward_weight(stream, parts_.in_proj->grad, d_proj, x);
   linear_backward_input(stream, dx, d_proj, parts_.in_proj->value, Write::kOverwrite);
+  dx.filled();
+  linear_backward_weight(stream, parts_.in_proj->grad, d_proj, x);
 }
 
 double DeltaMixer::flops_per_token(int64_t) const {

@@ -58,8 +58,8 @@ class DeltaMixer : public TokenMixer {
   explicit DeltaMixer(const DeltaMixerParts& parts) : parts_(parts) {}
 
   std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
-  void backward(Context& context, const Sequence& sequence, const Saved& saved, const Tensor& x, const Tensor& dy,
-                Tensor dx) const override;
+  void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
+                const AwaitedTensor& dx) const override;
   double flops_per_token(int64_t row_length) const override;
   std::unique_ptr<DecodeState> make_decode_state(Context& context, int64_t max_tokens) const override;
   void extend(Context& context, DecodeState& state, const Sequence& sequence, const Tensor& x, Tensor y) const override;

@@ -11,6 +11,7 @@
 #include "kernels/stream.h"
 #include "kernels/tensor.h"
 #include "model/parameter_hooks.h"
+#include "parallel/late_tensor.h"
 #include "parallel/mesh.h"
 #include "parallel/sequence_cut.h"
 
@@ -63,9 +64,10 @@ class Branch {
   // y [N, D] = f(x [N, D]); y overwritten. When y is absent only what backward needs is computed (recomputation).
   virtual std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x,
                                          Tensor y) const = 0;
-  // dx [N, D] overwritten; gradients of the weights accumulated. x holds the same values as in forward.
-  virtual void backward(Context& context, const Sequence& sequence, const Saved& saved, const Tensor& x,
-                        const Tensor& dy, Tensor dx) const = 0;
+  // dx [N, D] overwritten; gradients of the weights accumulated. x holds the same values as in forward. With tensor
+  // ranks x is still coming and dx awaited: x is best used last, and dx filled before the gradients of the weights.
+  virtual void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x,
+                        const Tensor& dy, const AwaitedTensor& dx) const = 0;
 };
 
 class TokenMixer : public Branch {

@@ -141,8 +141,8 @@ std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, 
   return saved;
 }
 
-void Mla::backward(Context& context, const Sequence& sequence, const Saved& saved_base, const Tensor& x,
-                   const Tensor& dy, Tensor dx) const {
+void Mla::backward(Context& context, const Sequence& sequence, const Saved& saved_base, const LateTensor& x,
+                   const Tensor& dy, const AwaitedTensor& dx) const {
   const auto& saved = static_cast<const SavedMla&>(saved_base);
   Stream& stream = context.stream;
   Arena& scratch = stream.scratch();
@@ -222,8 +222,9 @@ void Mla::backward(Context& context, const Sequence& sequence, const Saved& save
     through_latent(dq_heads.merge_columns(), *q_b_, *q_a_norm_, query_columns(saved.proj), saved.q_rstd,
                    query_columns(d_proj), {});
   // 1.
-  linear_backward_weight(stream, in_proj_->grad, d_proj, x);
   linear_backward_input(stream, dx, d_proj, in_proj_->value, Write::kOverwrite);
+  dx.filled();
+  linear_backward_weight(stream, in_proj_->grad, d_proj, x);
 }
 
 Mla::KeysValues Mla::expand(Context& context, const Tensor& rows) const {

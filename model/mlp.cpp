@@ -40,8 +40,8 @@ std::unique_ptr<Saved> Mlp::forward(Context& context, const Sequence&, const Ten
   return saved;
 }
 
-void Mlp::backward(Context& context, const Sequence&, const Saved& saved_base, const Tensor& x, const Tensor& dy,
-                   Tensor dx) const {
+void Mlp::backward(Context& context, const Sequence&, const Saved& saved_base, const LateTensor& x, const Tensor& dy,
+                   const AwaitedTensor& dx) const {
   const auto& saved = static_cast<const SavedMlp&>(saved_base);
   Stream& stream = context.stream;
   Arena::Scope scope(stream.scratch());
@@ -55,8 +55,9 @@ void Mlp::backward(Context& context, const Sequence&, const Saved& saved_base, c
   swiglu_backward(stream, d_gate_up, h, dh, saved.gate_up);
   linear_backward_weight(stream, down_->grad, dy, h);
   // 1.
-  linear_backward_weight(stream, gate_up_->grad, d_gate_up, x);
   linear_backward_input(stream, dx, d_gate_up, gate_up_->value, Write::kOverwrite);
+  dx.filled();
+  linear_backward_weight(stream, gate_up_->grad, d_gate_up, x);
 }
 
 }  // namespace palimpsest

@@ -16,8 +16,8 @@ class Mlp : public FeedForward {
       ParameterRegistry& registry);
 
   std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
-  void backward(Context& context, const Sequence& sequence, const Saved& saved, const Tensor& x, const Tensor& dy,
-                Tensor dx) const override;
+  void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
+                const AwaitedTensor& dx) const override;
 
  private:
   int64_t intermediate_size_;

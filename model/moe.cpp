@@ -130,8 +130,9 @@ std::unique_ptr<Saved> Moe::forward(Context& context, const Sequence& sequence, 
   return saved;
 }
 
-void Moe::backward(Context& context, const Sequence& sequence, const Saved& saved_base, const Tensor& x,
-                   const Tensor& dy, Tensor dx) const {
+void Moe::backward(Context& context, const Sequence& sequence, const Saved& saved_base, const LateTensor& x,
+                   const Tensor& dy, const AwaitedTensor& awaited_dx) const {
+  const Tensor& dx = awaited_dx;
   const auto& saved = static_cast<const SavedMoe&>(saved_base);
   Stream& stream = context.stream;
   Arena& scratch = stream.scratch();
@@ -170,7 +171,7 @@ void Moe::backward(Context& context, const Sequence& sequence, const Saved& save
   linear_backward_input(stream, dx, d_logits, router_->value, Write::kAccumulate);
   // 1.
   if (!shared_) return;
-  const Tensor d_shared_x = scratch.allocate(context.dtype, x.shape());
+  const Tensor d_shared_x = scratch.allocate(context.dtype, dx.shape());
   if (shared_gate_) {
     const Tensor d_shared_y = scratch.allocate(context.dtype, dy.shape());
     const Tensor dz = scratch.allocate(context.dtype, saved.shared_z.shape());

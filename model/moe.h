@@ -29,8 +29,8 @@ class Moe : public FeedForward {
 
   bool has_wide_output() const override { return false; }  // rows of experts are added up in their own type
   std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
-  void backward(Context& context, const Sequence& sequence, const Saved& saved, const Tensor& x, const Tensor& dy,
-                Tensor dx) const override;
+  void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
+                const AwaitedTensor& dx) const override;
   double flops_per_token() const override;
 
   Parameter* selection_bias() const { return bias_; }  // null with a softmax router

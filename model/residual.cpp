@@ -39,15 +39,16 @@ void Residual::backward(Context& context, const Sequence& sequence, const SavedR
   Arena::Scope scope(scratch);
   Arena::Scope recomputed(context.activations);
   const int64_t N = sequence.documents.num_tokens();
-  const Tensor x_normed = gather_tokens(context, normed(context, saved.x, saved.rstd), N);
-  std::unique_ptr<Saved> again;
-  if (!saved.branch) again = branch_.forward(context, sequence, x_normed, {});
   const Tensor dy = context.residual == context.dtype ? d : scratch.allocate(context.dtype, d.shape());
   if (context.residual != context.dtype) copy(context.stream, dy, d);
+  const LateTensor dy_of_all = start_gather_tokens(context, dy, N);
+  const LateTensor x_normed = start_gather_tokens(context, normed(context, saved.x, saved.rstd), N);
+  std::unique_ptr<Saved> again;
+  if (!saved.branch) again = branch_.forward(context, sequence, x_normed, {});
   const Tensor d_normed = scratch.allocate(context.dtype, d.shape());
   PartialSum d_in(context, d_normed, N);
-  branch_.backward(context, sequence, again ? *again : *saved.branch, x_normed, gather_tokens(context, dy, N),
-                   d_in.all());
+  branch_.backward(context, sequence, again ? *again : *saved.branch, x_normed, dy_of_all,
+                   {d_in.all(), [&] { d_in.start_scatter(); }});
   d_in.scatter();
   rms_norm_backward(context.stream, d, norm_.grad, d_normed, saved.x, norm_.value, saved.rstd, norm_weight_,
                     Write::kAccumulate);

@@ -10,11 +10,15 @@ int64_t tokens_of_rank(const Context& context, int64_t num_tokens) {
 }
 
 Tensor gather_tokens(Context& context, const Tensor& local, int64_t num_tokens) {
+  return start_gather_tokens(context, local, num_tokens);
+}
+
+LateTensor start_gather_tokens(Context& context, const Tensor& local, int64_t num_tokens) {
   const int64_t T = context.mesh.tensor().size();
   if (T == 1) return local;
   const Tensor padded = context.stream.scratch().allocate(local.dtype(), {T * local.dim(0), local.dim(1)});
-  context.mesh.tensor().all_gather(context.stream, padded, local);
-  return padded.rows(0, num_tokens);
+  return {padded.rows(0, num_tokens),
+          context.mesh.tensor().start_all_gather(context.stream, {{.whole = padded, .part = local}})};
 }
 
 PartialSum::PartialSum(Context& context, Tensor local, int64_t num_tokens) : context_(context), local_(local) {
@@ -28,8 +32,14 @@ PartialSum::PartialSum(Context& context, Tensor local, int64_t num_tokens) : con
   fill_zero(context.stream, padded_.rows(num_tokens, padded_.dim(0) - num_tokens));
 }
 
+void PartialSum::start_scatter() {
+  if (context_.mesh.tensor().size() > 1)
+    pending_ = context_.mesh.tensor().start_reduce_scatter(context_.stream, {{.whole = padded_, .part = local_}});
+}
+
 void PartialSum::scatter() {
-  if (context_.mesh.tensor().size() > 1) context_.mesh.tensor().reduce_scatter(context_.stream, local_, padded_);
+  if (!pending_) start_scatter();
+  if (pending_) pending_->wait();
 }
 
 void sum_over_copies(Context& context, const Parameter& parameter, Tensor grad) {

@@ -13,14 +13,18 @@ int64_t tokens_of_rank(const Context& context, int64_t num_tokens);
 
 // [N, D] of all tokens from the ranks' [n, D], in scratch memory; the tensor itself when the group has one rank.
 Tensor gather_tokens(Context& context, const Tensor& local, int64_t num_tokens);
+// The same, on its way while the caller goes on. `local` must stay until it is there.
+LateTensor start_gather_tokens(Context& context, const Tensor& local, int64_t num_tokens);
 
 // A branch's output: `all` [N, D] is what every rank fills with its partial sum; scatter() adds them up and leaves this
-// rank's tokens in `local` [n, D]. With one rank `all` is `local`.
+// rank's tokens in `local` [n, D]. With one rank `all` is `local`. start_scatter() may come before, once `all` is
+// filled, and lets the caller go on meanwhile.
 class PartialSum {
  public:
   // Scratch memory is taken here, so the caller's Arena::Scope must outlive it.
   PartialSum(Context& context, Tensor local, int64_t num_tokens);
   const Tensor& all() const { return all_; }
+  void start_scatter();
   void scatter();
 
  private:
@@ -28,6 +32,7 @@ class PartialSum {
   Tensor local_;   // [n, D]
   Tensor padded_;  // [T * n, D]
   Tensor all_;     // [N, D]
+  std::unique_ptr<Pending> pending_;
 };
 
 // Completes one parameter's gradient, or any part of its rows `grad`: sums it over the tensor ranks that hold the same
