@@ -99,6 +99,7 @@ void GradientReduction::begin(Context& context) {
   CHECK(share.size == context.mesh.replica().size() && share.rank == context.mesh.replica().rank(),
         "the registry is for rank ", share.rank, " of ", share.size, ", the mesh has ", context.mesh.replica().rank(),
         " of ", context.mesh.replica().size());
+  settle(context);  // a step that never finished would be added to this one
   registry_.zero_gradients(context.stream);
   reduced_.assign(reduced_.size(), false);
   micro_batch_ = -1;
@@ -157,11 +158,15 @@ void GradientReduction::complete(Context& context, Slot& slot) {
   slot.group = kNoGroup;
 }
 
+void GradientReduction::settle(Context& context) {
+  for (Slot& slot : slots_) complete(context, slot);
+}
+
 void GradientReduction::finish(Context& context) {
   if (registry_.replica_share().size > 1 && !is_sharded())
     for (size_t group = reduced_.size(); group-- > 0;)
       if (!reduced_[group]) start(context, static_cast<int64_t>(group));
-  for (Slot& slot : slots_) complete(context, slot);
+  settle(context);
   for (const Parameter& parameter : registry_.parameters()) sum_over_copies(context, parameter, parameter.grad_shard);
 }
 

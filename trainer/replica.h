@@ -67,6 +67,9 @@ class GradientReduction : public ParameterHooks {
   // said to be the last, finish does what has not been reduced, after all backward.
   void begin(Context& context);
   void begin_micro_batch(bool is_last);
+  // What is on its way arrives, with zero > 1: each grad_shard is then the sum over the ranks of all backward so far.
+  // For a step that ends here, without finish.
+  void settle(Context& context);
   // Leaves in every grad_shard the sum over the replica group, completed over the tensor ranks that hold copies.
   void finish(Context& context);
 

@@ -149,13 +149,16 @@ void TrainStep::update_selection_biases() {
 
 std::vector<ExpertUse> TrainStep::expert_use() const {
   std::vector<ExpertUse> use;
+  if (!expert_load_.defined()) return use;
+  HostCopy loads(expert_load_);
+  const double* load = loads.fetch().tensor().data<double>();
   const int64_t E = model_.config().moe.num_experts;
   for (const RoutedLayer& routed : model_.routed_layers()) {
-    const double* load = expert_load_.data<double>() + static_cast<int64_t>(use.size()) * E;
     use.push_back({.layer = routed.layer,
                    .fewest = *std::min_element(load, load + E),
                    .most = *std::max_element(load, load + E),
                    .mean = std::accumulate(load, load + E, 0.0) / static_cast<double>(E)});
+    load += E;
   }
   return use;
 }

@@ -58,6 +58,8 @@ class TrainStep {
   void begin(int64_t num_targets);
   void accumulate(const ModelInput& micro_batch, MicroBatch place = MicroBatch::kInner);
   StepResult finish(double lr);
+  // In place of finish: leaves in grad, with zero > 1 in grad_shard, what was accumulated so far.
+  void give_up() { reduction_.settle(context_); }
   StepResult run(std::span<const ModelInput> micro_batches, int64_t num_targets, double lr);
 
   const std::vector<ReductionEvent>& trace() const { return reduction_.trace(); }

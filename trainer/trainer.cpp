@@ -200,6 +200,7 @@ std::string Trainer::first_non_finite(StepBatches& batches) {
     // Once more, since the gradients are sums over the ranks by now.
     step_->begin(batches.num_targets);
     for (Batch& batch : batches.micro_batches) step_->accumulate(local_input(batch, setup_.mesh()).input());
+    step_->give_up();
     name = of_first_rank(world, first_non_finite_gradient(bench.registry()));
   }
   return name.empty() ? "the sum of the squared gradients" : name;

@@ -27,9 +27,15 @@ CollectiveQueue::~CollectiveQueue() {
   cudaStreamDestroy(stream_);
 }
 
+// CUDA is called without the mutex: it waits when the stream of work is full, for ever when a collective hangs, and the
+// watchdog must still be answered. An event that is done meanwhile is recorded anew by the caller's thread alone, here.
 void CollectiveQueue::wait(int64_t number, cudaStream_t caller) {
-  const std::lock_guard lock(mutex_);
-  if (number >= first_) CUDA_CHECK(cudaStreamWaitEvent(caller, underway_[number - first_].done.get()));
+  cudaEvent_t done = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    if (number >= first_) done = underway_[number - first_].done.get();
+  }
+  if (done != nullptr) CUDA_CHECK(cudaStreamWaitEvent(caller, done));
 }
 
 bool CollectiveQueue::drain() {
@@ -49,15 +55,17 @@ CollectiveQueue::Event CollectiveQueue::make_event() {
 }
 
 int64_t CollectiveQueue::mark(const char* operation) {
-  const std::lock_guard lock(mutex_);
   Event done;
-  if (spare_.empty()) {
-    done = make_event();
-  } else {
-    done = std::move(spare_.back());
-    spare_.pop_back();
+  {
+    const std::lock_guard lock(mutex_);
+    if (!spare_.empty()) {
+      done = std::move(spare_.back());
+      spare_.pop_back();
+    }
   }
+  if (!done) done = make_event();
   CUDA_CHECK(cudaEventRecord(done.get(), stream_));
+  const std::lock_guard lock(mutex_);
   if (underway_.empty()) since_ = Watchdog::Clock::now();
   underway_.push_back({operation, std::move(done)});
   return first_ + static_cast<int64_t>(underway_.size()) - 1;

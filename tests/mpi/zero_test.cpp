@@ -179,6 +179,25 @@ TEST_P(Zero, SkipsAStepThatIsNotFiniteOnOneRank) {
   EXPECT_NE(state(), before);
 }
 
+// As the search for the first tensor that is not finite does.
+TEST_P(Zero, AStepThatNeverFinishesLeavesNothingToTheNext) {
+  const auto mesh = this->mesh({.data = 2});
+  if (!mesh) return;
+  const ModelConfig config = mpi_test::grouped_hybrid();
+  const SharedBatch wanted = batch_of_step(config, *mesh, 0, 2), unwanted = batch_of_step(config, *mesh, 1, 2);
+  MeshRun plain(config, *mesh, DType::kF64, {}, kRows, GetParam());
+  const StepResult expected = plain.step().run(wanted.micro_batches(), wanted.num_targets(), 1e-2);
+  for (const bool gives_up : {true, false}) {
+    MeshRun run(config, *mesh, DType::kF64, {}, kRows, GetParam());
+    run.step().begin(unwanted.num_targets());
+    for (const ModelInput& micro_batch : unwanted.micro_batches()) run.step().accumulate(micro_batch);
+    if (gives_up) run.step().give_up();
+    const StepResult got = run.step().run(wanted.micro_batches(), wanted.num_targets(), 1e-2);
+    EXPECT_EQ(got.loss, expected.loss);
+    EXPECT_EQ(got.grad_norm, expected.grad_norm) << (gives_up ? "given up" : "left");
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Levels, Zero, testing::Values(1, 2, 3));
 
 // Bytes of the largest group of each slot, whole.

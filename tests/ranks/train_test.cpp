@@ -74,10 +74,10 @@ TEST_F(Ranks, StartPrintsWhichRankIsWhere) {
       on_ranks(4, {"train", file_, "parallel.data=2", "parallel.tensor=2", "train.steps=1", "train.eval_every=0"}));
   ASSERT_EQ(result.exit_code, 0) << result.err;
   EXPECT_NE(result.out.find("4 ranks: data 2 x sequence 1 x tensor 2"), std::string::npos) << result.out;
-  // rank, host, local rank, threads, data, sequence, tensor
+  // rank, host, local rank, threads, data, sequence, tensor, GPU
   std::string line = result.out.substr(result.out.find("\n      3  "));
   line = line.substr(1, line.find('\n', 1) - 1);
-  EXPECT_TRUE(line.ends_with("    3        1     1         0       1")) << line;
+  EXPECT_TRUE(line.ends_with("    3        1     1         0       1  none")) << line;
 }
 
 TEST_F(Ranks, AnErrorThatAllRanksMeetIsPrintedOnce) {
