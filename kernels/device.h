@@ -49,7 +49,7 @@ class PinnedRange {
   PinnedRange& operator=(const PinnedRange&) = delete;
 
  private:
-  void* begin_;
+  [[maybe_unused]] void* begin_;  // there is nothing to pin in builds without CUDA
 };
 
 // A contiguous tensor as the host can read and write it: itself where it lies in host memory, else a copy there. For
