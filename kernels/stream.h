@@ -77,11 +77,3 @@ class Stream {
       cpu::call;                                            \
     }                                                       \
   } while (false)
-
-// For ops without a CUDA backend: a user error there.
-#define PALIMPSEST_DISPATCH_CPU(stream, call)                                                            \
-  do {                                                                                                   \
-    if ((stream).device() == ::palimpsest::Device::kCuda)                                                \
-      ::palimpsest::throw_user_error(__func__, " has no cuda backend yet; this model needs device=cpu"); \
-    if (!(stream).is_planning()) cpu::call;                                                              \
-  } while (false)
