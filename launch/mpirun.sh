@@ -2,9 +2,9 @@
 # Starts a command on many ranks with Open MPI, so that a run can be stopped with saving, and a lost host is noticed.
 #   launch/mpirun.sh -n 4 build/palimpsest train CONFIG ...                     on this machine
 #   launch/mpirun.sh -n 64 --hostfile HOSTS build/palimpsest train CONFIG ...   HOSTS: a line a host, "alpha slots=8"
-# Everything goes to mpirun as it is. TERM and INT become USR1, which mpirun passes to every rank: each saves at the end
-# of its step, and the status is 0. (mpirun itself kills its ranks a second after a TERM.) A second TERM or INT ends the
-# job at once. The status is mpirun's.
+# Everything goes to mpirun as it is. TERM and INT become USR1, for mpirun and for the ranks of this machine: all ranks
+# save at the end of their step, also if only one was told, and the status is 0. (mpirun itself kills its ranks a second
+# after a TERM.) A second TERM or INT ends the job at once. The status is mpirun's.
 # Set PALIMPSEST_EXPORT="NAME ..." to pass more variables to the ranks of other hosts.
 set -uo pipefail
 
@@ -35,6 +35,29 @@ done
 setsid mpirun "${options[@]}" "$@" &
 child=$!
 
+# The ranks that mpirun started on this machine: processes of its session that know their rank. Another host's are
+# started by ssh, which a signal would end.
+local_ranks() {
+  local folder stat fields
+  for folder in /proc/[0-9]*; do
+    { stat=$(< "$folder/stat"); } 2> /dev/null || continue
+    read -ra fields <<< "${stat##*) }"  # state, parent, group, session, ...: the name before them may hold spaces
+    if [[ ${fields[3]:-} == "$child" ]] && grep -qz '^OMPI_COMM_WORLD_RANK=' "$folder/environ" 2> /dev/null; then
+      echo "${folder#/proc/}"
+    fi
+  done
+}
+
+# mpirun should pass USR1 on to every rank, but can lose it (seen with Open MPI 4.1.6 and PMIx 5 of Ubuntu 24.04). One
+# rank that is told is enough, so those within reach are told as well; where there are none, mpirun is asked again.
+ask_to_stop() {
+  local ranks
+  ranks=$(local_ranks)
+  kill -USR1 "$child" $ranks 2> /dev/null
+  [[ -n $ranks ]] && return
+  while sleep 10 && kill -USR1 "$child" 2> /dev/null; do :; done &
+}
+
 asked=false
 interrupted=false
 stop() {
@@ -44,7 +67,7 @@ stop() {
   else
     asked=true
     echo "launch/mpirun.sh: asking all ranks to save and stop" >&2
-    kill -USR1 "$child" 2> /dev/null
+    ask_to_stop
   fi
 }
 trap stop TERM INT USR1

@@ -56,6 +56,8 @@ StopSignals::StopSignals() {
 }
 
 StopSignals::~StopSignals() {
+  if (first_signal != 0) old_actions_.back().sa_handler = SIG_IGN;
+  static_assert(kSignals.back() == SIGUSR1);
   for (size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &old_actions_[i], nullptr);
   is_catching = false;
 }

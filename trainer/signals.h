@@ -9,8 +9,9 @@ namespace palimpsest {
 
 std::string name_of_stop_signal(int signal);  // "USR1"
 
-// Catches the signals for its lifetime, and gives back the old handlers. One at a time in a process. A second SIGINT is
-// not caught: it ends the process at once.
+// Catches the signals for its lifetime, and gives back the old handlers; but USR1 is ignored from then on if one of
+// them came, since a launcher may ask more than once, and must not kill a process that is about to end as asked. One at
+// a time in a process. A second SIGINT is not caught: it ends the process at once.
 class StopSignals {
  public:
   StopSignals();

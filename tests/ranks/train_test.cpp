@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <csignal>
+#include <cstdlib>
+#include <filesystem>
 #include <thread>
 
 #include "data/file_ops.h"
@@ -141,6 +143,23 @@ TEST_F(Ranks, SignalsToTheLauncherOrToOneRankSaveOnAll) {
         << result.out;
     EXPECT_TRUE(has_manifest(checkpoint_path(config) + "/" + checkpoint_name(last)));
   }
+}
+
+TEST_F(Ranks, ASignalReachesTheRanksThoughMpirunLosesIt) {
+  const std::string mpirun = root_ / "mpirun";
+  support::write_file(mpirun,
+                      "#!/bin/bash\ntrap : USR1\nPATH=${PATH#*:}\n"
+                      "mpirun \"$@\" &\nwait $!\nwait $!\n");
+  std::filesystem::permissions(mpirun, std::filesystem::perms::owner_all);
+  RunningProgram program =
+      RunningProgram::of_command_line(on_ranks(4, {"train", file_, "train.steps=100000000", "train.eval_every=0"}),
+                                      {{"PATH", root_.path() + ":" + std::getenv("PATH")}});
+  support::wait_for_steps(config_, 3);
+  program.signal(SIGTERM);
+  const ProgramResult result = program.wait();
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(support::count(result.err, "Forwarding signal"), 0u) << result.err;
+  EXPECT_NE(result.out.find(" of 100000000 by signal USR1"), std::string::npos) << result.out;
 }
 
 TEST_F(Ranks, TheTimeLimitStopsAllRanksAtTheSameStep) {

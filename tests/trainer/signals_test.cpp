@@ -53,15 +53,27 @@ TEST(StopSignals, ASecondInterruptEndsAtOnce) {
 
 TEST(StopSignals, OldHandlersComeBack) {
   const int status = support::run_in_child([] {
-    {
-      const StopSignals signals;
-      raise(SIGUSR1);
-    }
+    std::signal(SIGUSR1, SIG_DFL);  // may be ignored since another test
+    { const StopSignals signals; }
     raise(SIGUSR1);
     _exit(0);  // not reached
   });
   ASSERT_TRUE(WIFSIGNALED(status)) << "status " << status;
   EXPECT_EQ(WTERMSIG(status), SIGUSR1);
+}
+
+TEST(StopSignals, ALateUsr1DoesNotKillWhatWasAskedToStop) {
+  const int status = support::run_in_child([] {
+    {
+      const StopSignals signals;
+      raise(SIGUSR1);
+    }
+    raise(SIGUSR1);
+    raise(SIGTERM);  // as it was
+    _exit(0);        // not reached
+  });
+  ASSERT_TRUE(WIFSIGNALED(status)) << "status " << status;
+  EXPECT_EQ(WTERMSIG(status), SIGTERM);
 }
 
 TEST(StopSignals, InterruptedReadsGoOn) {
