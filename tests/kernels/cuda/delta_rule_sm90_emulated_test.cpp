@@ -104,35 +104,12 @@ void expect_states_in_rows(const DeltaRuleCase& c) {
 }
 
 TEST(DeltaRuleSm90Emulated, StatesLieInRowsThatDocumentsName) {
-  for (const bool vector_decay : {true, false})
-    expect_states_in_rows<64>({.name = "rows of states",
-                               .lengths = {3, 67, 0, 1, 29},
-                               .H = 2,
-                               .HV = 2,
-                               .K = 64,
-                               .V = 64,
-                               .vector_decay = vector_decay,
-                               .states = true,
-                               .entering = {-1, 3, -1, -1, 0},
-                               .leaving = {2, -1, -1, -1, 0}});
+  for (const bool vector_decay : {true, false}) expect_states_in_rows<64>(rows_of_states(vector_decay, 64, 29));
 }
 
-// Documents of several segments, and of one.
 TEST(DeltaRuleSm90Emulated, SegmentsMatchRecurrence) {
-  for (const int segment : {1, 2})
-    expect_states_in_rows<64>({.name = "segments",
-                               .lengths = {3, 200, 0, 64, 130},
-                               .H = 1,
-                               .HV = 2,
-                               .K = 64,
-                               .V = 64,
-                               .vector_decay = segment == 1,
-                               .gate = DeltaGateKind::kSoftplus,
-                               .A_log = -4.0F,
-                               .states = true,
-                               .entering = {-1, 3, -1, -1, 0},
-                               .leaving = {2, 1, -1, -1, 0},
-                               .segment = segment});
+  expect_states_in_rows<64>(segments(true, 64, 200, 1));
+  expect_states_in_rows<64>(segments(false, 64, 200, 2));
 }
 
 TEST(DeltaRuleSm90Emulated, GatesAtTheBoundAndWithoutDecayMatchRecurrence) {

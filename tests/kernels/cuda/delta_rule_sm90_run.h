@@ -184,6 +184,37 @@ inline std::vector<NamedError> compare_states(const DeltaRuleResults& got, const
   return compare(states, want, false, true);
 }
 
+// Documents whose states enter from and leave to rows of their own choice, or none; one is empty, one a token long.
+inline DeltaRuleCase rows_of_states(bool vector_decay, int64_t head_size, int64_t last_length) {
+  return {.name = vector_decay ? "rows of states" : "scalar, rows of states",
+          .lengths = {3, 67, 0, 1, last_length},
+          .H = 2,
+          .HV = 2,
+          .K = head_size,
+          .V = head_size,
+          .vector_decay = vector_decay,
+          .states = true,
+          .entering = {-1, 3, -1, -1, 0},
+          .leaving = {2, -1, -1, -1, 0}};
+}
+
+// Documents of several segments, and of one; decay slow enough for states to reach from segment to segment.
+inline DeltaRuleCase segments(bool vector_decay, int64_t head_size, int64_t longest, int segment) {
+  return {.name = "segments of " + std::to_string(segment) + (vector_decay ? "" : ", scalar"),
+          .lengths = {3, longest, 0, 64, 130},
+          .H = 1,
+          .HV = 2,
+          .K = head_size,
+          .V = head_size,
+          .vector_decay = vector_decay,
+          .gate = DeltaGateKind::kSoftplus,
+          .A_log = -4.0F,
+          .states = true,
+          .entering = {-1, 3, -1, -1, 0},
+          .leaving = {2, 1, -1, -1, 0},
+          .segment = segment};
+}
+
 inline std::vector<DeltaRuleCase> check_cases() {
   std::vector<DeltaRuleCase> cases;
   const auto add = [&](DeltaRuleCase c) { cases.push_back(std::move(c)); };
@@ -192,28 +223,9 @@ inline std::vector<DeltaRuleCase> check_cases() {
   add({.name = "T 63, softplus", .lengths = {63}, .gate = DeltaGateKind::kSoftplus, .A_log = 1.0F});
   add({.name = "T 65, K 64, V 192", .lengths = {65}, .H = 2, .HV = 2, .K = 64, .V = 192, .states = true});
   add({.name = "documents 1 3 37 0 130", .lengths = {1, 3, 37, 0, 130}, .H = 2, .HV = 2, .states = true, .spacing = 8});
-  for (const bool vector_decay : {true, false})
-    add({.name = vector_decay ? "states in rows of choice" : "scalar, states in rows",
-         .lengths = {3, 67, 0, 1, 129},
-         .H = 2,
-         .HV = 2,
-         .vector_decay = vector_decay,
-         .states = true,
-         .entering = {-1, 3, -1, -1, 0},
-         .leaving = {2, -1, -1, -1, 0}});
+  for (const bool vector_decay : {true, false}) add(rows_of_states(vector_decay, 128, 129));
   for (const int segment : {1, 3})
-    for (const bool vector_decay : {true, false})
-      add({.name = "segments",
-           .lengths = {3, 700, 0, 64, 130},
-           .H = 1,
-           .HV = 2,
-           .vector_decay = vector_decay,
-           .gate = DeltaGateKind::kSoftplus,
-           .A_log = -4.0F,
-           .states = true,
-           .entering = {-1, 3, -1, -1, 0},
-           .leaving = {2, 1, -1, -1, 0},
-           .segment = segment});
+    for (const bool vector_decay : {true, false}) add(segments(vector_decay, 128, 700, segment));
   add({.name = "grouped heads", .lengths = {100, 71}, .H = 2, .HV = 6, .V = 64});
   add({.name = "gates at the bound and 0", .lengths = {200}, .H = 2, .HV = 2, .states = true, .mixed_gate = true});
   add({.name = "softplus, A = 16",
