@@ -176,16 +176,7 @@ TEST_F(FailingGpuRank, ARankThatHangsEndsTheJobAtTheDeadline) {
 }
 
 TEST_F(FailingGpuRank, ARankThatThrowsEndsTheJobWithItsCause) {
-  for (const char* folder : {"here", "there"}) {
-    create_directories(root_ / (std::string(folder) + "/shards"));
-    for (int i = 0; i < 80; ++i)
-      std::filesystem::copy(root_ / "shards/tokens-00000.h5",
-                            root_ / (std::string(folder) + "/shards/" + std::to_string(100 + i) + ".h5"));
-  }
-  const std::vector<std::string> arguments = {"train", file_, "data.train=shards"};
-  std::vector<std::string> words = mixed_ranks(arguments, arguments);
-  support::run_in_folders(words, root_ / "here", root_ / "there");
-  const ProgramResult result = after(words, [&](int) { remove_tree(root_ / "there/shards"); });
+  const ProgramResult result = after(ranks_that_open_files(), [&](int) { remove_tree(shards_of_rank_1()); });
   EXPECT_EQ(result.exit_code, 3) << result.err;
   EXPECT_NE(result.err.find("error: rank 1 on "), std::string::npos) << result.err;
 }

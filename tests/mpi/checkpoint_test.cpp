@@ -151,35 +151,54 @@ TEST(ShardedCheckpoint, BackgroundAndBlockingSavesGiveIdenticalFiles) {
   }
 }
 
+// A save of step 1 in the background that has begun, while the disk of rank 1 is slow.
+struct SlowSave {
+  explicit SlowSave(const Mesh& mesh)
+      : root(mesh.world()),
+        model(mesh),
+        arena(arena_for_snapshot(model)),
+        writer({root / "run", 2}, model.owned(), allocate_snapshot(model.owned(), arena), mesh.world()),
+        folder(root / "run/step-000001") {
+    if (mesh.world().rank() == 1) inject_file_delay(10);
+    model.fill(1);
+    writer.save(header_of(1, mesh));
+  }
+  ~SlowSave() { inject_file_delay(0); }
+  // The weights as they were at the save.
+  void expect_loads() {
+    CheckpointReader(folder).load(model.registry(), kAll);
+    EXPECT_EQ(ShardedModel::num_wrong(model.wanted(), 1), 0);
+  }
+
+  SharedDirectory root;
+  ShardedModel model;
+  Arena arena;
+  CheckpointWriter writer;
+  std::string folder;
+};
+
 // One rank's disk is slow: the others train on, and the checkpoint comes to stand at the same step for all.
 TEST(ShardedCheckpoint, RanksTrainOnWhileOneStillWrites) {
   if (too_few_ranks(2)) GTEST_SKIP() << "needs 2 ranks";
   const auto mesh = mesh_of({.data = 2});
   if (!mesh) return;
-  const SharedDirectory root(mesh->world());
-  ShardedModel model(*mesh);
-  Arena arena = arena_for_snapshot(model);
-  CheckpointWriter writer({root / "run", 2}, model.owned(), allocate_snapshot(model.owned(), arena), mesh->world());
-  if (mesh->world().rank() == 1) inject_file_delay(10);
-  model.fill(1);
-  writer.save(header_of(1, *mesh));
+  SlowSave slow(*mesh);
   int64_t steps_while_writing = 0;
   std::vector<FinishedSave> finished;
-  while ((finished = writer.take_finished()).empty()) {
-    model.fill(2 + steps_while_writing++);
+  while ((finished = slow.writer.take_finished()).empty()) {
+    slow.model.fill(2 + steps_while_writing++);
     EXPECT_EQ(max_over(mesh->world(), steps_while_writing), steps_while_writing);
   }
   inject_file_delay(0);
   EXPECT_GE(steps_while_writing, 3);
   ASSERT_EQ(finished.size(), 1U);
   EXPECT_EQ(finished[0].step, 1);
-  EXPECT_EQ(finished[0].path, root / "run/step-000001");
+  EXPECT_EQ(finished[0].path, slow.folder);
   if (mesh->world().rank() == 0) {
     EXPECT_GE(finished[0].seconds, 0.1);
     EXPECT_GT(finished[0].bytes, bytes_of(ShardedModel(Mesh::single()).owned()));
   }
-  CheckpointReader(root / "run/step-000001").load(model.registry(), kAll);
-  EXPECT_EQ(ShardedModel::num_wrong(model.wanted(), 1), 0);
+  slow.expect_loads();
 }
 
 // The job may die before its next step ends: a save that all ranks have written must not need it.
@@ -187,22 +206,15 @@ TEST(ShardedCheckpoint, ASaveBecomesACheckpointBeforeTheNextStepEnds) {
   if (too_few_ranks(2)) GTEST_SKIP() << "needs 2 ranks";
   const auto mesh = mesh_of({.data = 2});
   if (!mesh) return;
-  const SharedDirectory root(mesh->world());
-  ShardedModel model(*mesh);
-  Arena arena = arena_for_snapshot(model);
-  CheckpointWriter writer({root / "run", 2}, model.owned(), allocate_snapshot(model.owned(), arena), mesh->world());
-  if (mesh->world().rank() == 1) inject_file_delay(10);
-  model.fill(1);
-  writer.save(header_of(1, *mesh));
-  const std::string folder = root / "run/step-000001";
-  for (int i = 0; i < 600 && !has_manifest(folder); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  SlowSave slow(*mesh);
+  for (int i = 0; i < 600 && !has_manifest(slow.folder); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
   inject_file_delay(0);
-  EXPECT_TRUE(has_manifest(folder));
-  CheckpointReader(folder).load(model.registry(), kAll);
-  EXPECT_EQ(ShardedModel::num_wrong(model.wanted(), 1), 0);
-  EXPECT_EQ(writer.finish().size(), 1U);
+  EXPECT_TRUE(has_manifest(slow.folder));
+  slow.expect_loads();
+  EXPECT_EQ(slow.writer.finish().size(), 1U);
   max_over(mesh->world(), 0);
-  EXPECT_EQ(list_directory(folder).size(), 3U);  // two files and the manifest
+  EXPECT_EQ(list_directory(slow.folder).size(), 3U);  // two files and the manifest
 }
 
 // ---- failures -------------------------------------------------------------------------------------------------------

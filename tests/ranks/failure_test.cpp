@@ -72,21 +72,11 @@ TEST_F(FailingRank, ARankThatHangsEndsTheJobAtTheDeadline) {
   EXPECT_NE(result.err.find("did not finish within parallel.timeout_s = 2 s"), std::string::npos) << result.err;
 }
 
-// More shards than stay open, so that files are opened all the time.
 TEST_F(FailingRank, ARankThatThrowsEndsTheJobWithItsCause) {
-  for (const char* folder : {"here", "there"}) {
-    create_directories(root_ / (std::string(folder) + "/shards"));
-    for (int i = 0; i < 80; ++i)
-      std::filesystem::copy(root_ / "shards/tokens-00000.h5",
-                            root_ / (std::string(folder) + "/shards/" + std::to_string(100 + i) + ".h5"));
-  }
-  const std::vector<std::string> arguments = {"train", file_, "data.train=shards"};
-  std::vector<std::string> words = mixed_ranks(arguments, arguments);
-  support::run_in_folders(words, root_ / "here", root_ / "there");
-  RunningProgram program = RunningProgram::of_command_line(words);
+  RunningProgram program = RunningProgram::of_command_line(ranks_that_open_files());
   wait_for_steps(config_, 3);
   const std::vector<int> processes = descendants(program.pid());
-  remove_tree(root_ / "there/shards");
+  remove_tree(shards_of_rank_1());
   const ProgramResult result = end_of(program, processes);
   EXPECT_EQ(result.exit_code, 2) << result.err;  // a file that cannot be read, whoever reads it
   EXPECT_NE(result.err.find("error: rank 1 on "), std::string::npos) << result.err;

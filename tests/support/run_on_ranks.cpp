@@ -55,6 +55,19 @@ std::vector<std::string> RunOnRanks::mixed_ranks(const std::vector<std::string>&
   return words;
 }
 
+std::vector<std::string> RunOnRanks::ranks_that_open_files() const {
+  for (const std::string folder : {"here", "there"}) {
+    create_directories(root_ / (folder + "/shards"));
+    for (int i = 100; i < 180; ++i)
+      std::filesystem::copy(root_ / "shards/tokens-00000.h5",
+                            root_ / (folder + "/shards/" + std::to_string(i) + ".h5"));
+  }
+  const std::vector<std::string> arguments = {"train", file_, "data.train=shards"};
+  std::vector<std::string> words = mixed_ranks(arguments, arguments);
+  run_in_folders(words, root_ / "here", root_ / "there");
+  return words;
+}
+
 size_t count(const std::string& text, const std::string& part) {
   size_t found = 0;
   for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;

@@ -21,6 +21,10 @@ class RunOnRanks : public testing::Test {
   // The words of a job of two ranks with arguments of their own.
   static std::vector<std::string> mixed_ranks(const std::vector<std::string>& first,
                                               const std::vector<std::string>& second);
+  // The words of a training job of two ranks, each with its own copy of the data: more shards than stay open, so that
+  // files are opened all the time.
+  std::vector<std::string> ranks_that_open_files() const;
+  std::string shards_of_rank_1() const { return root_ / "there/shards"; }
 
   TempDirectory root_;
   Config config_;
