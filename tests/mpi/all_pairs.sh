@@ -5,7 +5,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 mpi_test=${1:-build/tests/mpi_test}
-export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PALIMPSEST_ALL_PAIRS=1
-options=(--oversubscribe -n 8)
-((EUID == 0)) && options+=(--allow-run-as-root)
-mpirun "${options[@]}" "$mpi_test" --gtest_filter='Resume.InAnyLayout*'
+export OMP_NUM_THREADS=1 PALIMPSEST_ALL_PAIRS=1
+exec launch/mpirun.sh --oversubscribe -n 8 "$mpi_test" --gtest_filter='Resume.InAnyLayout*'

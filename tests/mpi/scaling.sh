@@ -10,13 +10,13 @@ steps=${3:-3}
 cd "$(dirname "$0")/../.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+export OMP_NUM_THREADS=1
 
 # tokens/s of NUMBER ranks with these overrides
 measure() {
   local ranks=$1
   shift
-  mpirun --allow-run-as-root --oversubscribe --bind-to core -n "$ranks" "$program" bench train configs/bench_cpu.yaml \
+  launch/mpirun.sh --oversubscribe --bind-to core -n "$ranks" "$program" bench train configs/bench_cpu.yaml \
     hardware.threads=1 "$@" --steps "$steps" --json "$folder/bench.json" >"$folder/log" 2>&1 ||
     { cat "$folder/log" >&2; exit 1; }
   grep -o '"tokens_per_second":[0-9.]*' "$folder/bench.json" | cut -d: -f2
