@@ -240,6 +240,34 @@ Mla::KeysValues Mla::expand(Context& context, const Tensor& rows) const {
   return keys;
 }
 
+void Mla::attend_to_latents(Context& context, const Tensor& o, const Tensor& q, const Tensor& rows) const {
+  Stream& stream = context.stream;
+  Arena& scratch = stream.scratch();
+  Arena::Scope scope(scratch);
+  const int64_t H = num_heads_, r = kv_rank_, width = r + rope_dim_;
+  const Tensor latent_q = scratch.allocate(context.dtype, {1, H, width});
+  const Tensor latent_o = scratch.allocate(context.dtype, {1, H, r});
+  const Tensor lse = scratch.allocate(kv_a_norm_->value.dtype(), {1, H});
+  const auto of_head = [](const Tensor& heads, int64_t head) {  // [1, H, size] -> [1, size]
+    return heads.merge_columns().columns(head * heads.dim(2), heads.dim(2));
+  };
+  const auto weights_of = [&](int64_t head) {
+    return kv_b_->value.rows(head * (nope_dim_ + value_dim_), nope_dim_ + value_dim_);
+  };
+  for (int64_t head = 0; head < H; ++head) {
+    const Tensor from = of_head(q, head), to = of_head(latent_q, head);
+    linear_backward_input(stream, to.columns(0, r), from.columns(0, nope_dim_), weights_of(head).rows(0, nope_dim_),
+                          Write::kOverwrite);
+    copy(stream, to.columns(r, rope_dim_), from.columns(nope_dim_, rope_dim_));
+  }
+  attention_forward(stream, latent_o, lse, latent_q, rows.split_columns(1, width),
+                    rows.columns(0, r).split_columns(1, r), scale_, Documents::single(1),
+                    Documents::single(rows.dim(0)));
+  for (int64_t head = 0; head < H; ++head)
+    linear_forward(stream, of_head(o, head), of_head(latent_o, head), weights_of(head).rows(nope_dim_, value_dim_),
+                   Write::kOverwrite);
+}
+
 void Mla::attend_to_earlier_ranges(Context& context, PassedRows& passed, const Tensor& q, const Tensor& o,
                                    const Tensor& lse) const {
   passed.for_each_block([&](const EarlierRows& earlier) {
@@ -300,20 +328,23 @@ void Mla::extend(Context& context, DecodeState& state_base, const Sequence& sequ
   Arena& scratch = stream.scratch();
   Arena::Scope scope(scratch);
   const int64_t N = x.dim(0), H = num_heads_;
-  const DType statistics = kv_a_norm_->value.dtype();
   CHECK(state.length + N <= state.cache.dim(0), "the decode state is full: ", state.cache.dim(0), " tokens");
   // 1. to 4. with new rows of the cache
   const Tensor added = state.cache.rows(state.length, N);
   const MlaProjections projections = project(context, scratch, sequence, x, added.columns(0, kv_rank_));
   copy(stream, added.columns(kv_rank_, rope_dim_), k_pe_columns(projections.proj));
   state.length += N;
-  // 5. keys and values of all tokens so far
-  const KeysValues keys = expand(context, state.cache.rows(0, state.length));
-  // 6. attention and 7. output projection
+  // 5. keys and values of all tokens so far and 6. attention
+  const Tensor so_far = state.cache.rows(0, state.length);
   const Tensor o = scratch.allocate(context.dtype, {N, H, value_dim_});
-  const Tensor lse = scratch.allocate(statistics, {N, H});
-  attention_forward(stream, o, lse, projections.q, keys.k, keys.v, scale_, sequence.documents,
-                    Documents::single(state.length));
+  if (N == 1 && stream.device() == Device::kCpu) {
+    attend_to_latents(context, o, projections.q, so_far);
+  } else {
+    const auto [k, v] = expand(context, so_far);
+    const Tensor lse = scratch.allocate(kv_a_norm_->value.dtype(), {N, H});
+    attention_forward(stream, o, lse, projections.q, k, v, scale_, sequence.documents, Documents::single(state.length));
+  }
+  // 7. output projection
   linear_forward(stream, y, o.merge_columns(), o_proj_->value, Write::kOverwrite);
 }
 

@@ -2,7 +2,8 @@
 //   c, k_pe = Wkva x       k_nope, v = Wkvb n(c)       q = Wq x, or Wqb n(Wqa x) with a query rank
 //   k = concat(k_nope, k_pe), the last part shared by the heads and rotated when rope is on
 //   y = Wo softmax_causal(q k^T / sqrt(dn + dr)) v
-// Decoding keeps the normalised latent and the rotated shared key, r + dr numbers a token.
+// Decoding keeps the normalised latent and the rotated shared key, r + dr numbers a token. On a CPU a single token
+// attends to them as they are; more tokens at once, and GPUs, whose attention serves no heads so wide, expand them.
 #pragma once
 
 #include <string>
@@ -63,6 +64,9 @@ class Mla : public TokenMixer {
     Tensor k, v;
   };
   KeysValues expand(Context& context, const Tensor& rows) const;
+  // o [1, H, dv] of one token's q [1, H, dq] over rows [n, r + dr], which stay as they are: the weights go to the query
+  // and to the output instead, q_nope (Wk c)^T = (q_nope Wk) c^T and sum p Wv c = Wv sum p c, with Wkvb = (Wk; Wv).
+  void attend_to_latents(Context& context, const Tensor& o, const Tensor& q, const Tensor& rows) const;
 
   int64_t num_heads_, nope_dim_, rope_dim_, value_dim_, kv_rank_, q_rank_;  // q_rank_ 0: full rank
   double scale_;

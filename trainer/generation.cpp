@@ -128,9 +128,12 @@ RegionBytes rehearse_generation(const LanguageModel& model, ParameterRegistry& r
                         .dtype = types.dtype,
                         .mesh = mesh,
                         .residual = types.residual};
-  // As if the whole text were a prompt: its last piece meets the longest state with the most tokens at once.
-  Decoder decoder(model, context, longest_text(request));
-  decoder.take_in(nullptr, longest_text(request));
+  // As if the whole text were a prompt: its last piece meets the longest state with the most tokens at once. A mixer
+  // may take a single token in by another way.
+  for (const int64_t count : {longest_text(request), int64_t{1}}) {
+    Arena::Scope scope(regions.activations);
+    Decoder(model, context, longest_text(request)).take_in(nullptr, count);
+  }
   return regions.peaks();
 }
 

@@ -273,6 +273,25 @@ TEST(DecodeState, OfRecurrentLayersDoesNotGrowWithTheText) {
   EXPECT_NEAR(static_cast<double>(bytes_of({"mla"}, 2000) - bytes_of({"mla"}, 1000)), 1000 * 11 * 4, 1024);
 }
 
+// On a CPU: the latent is not expanded for one token.
+TEST(DecodeState, OfLatentsIsReadAsItIsByOneToken) {
+  Workbench bench(tiny_config(Precision::kF32, {"mla"}));
+  Regions regions = Regions::planning(Device::kCpu);
+  bench.registry().bind(DType::kF32, ParameterUse::kInference, regions.parameters, regions.gradients,
+                        regions.optimizer);
+  Stream stream(Device::kCpu, regions.scratch);
+  Context context{.stream = stream, .activations = regions.activations, .dtype = DType::kF32};
+  auto states = bench.model().make_decode_states(context, 200);
+  const OwnedTensor token(DType::kI32, {1}), logits(DType::kF32, {1, kVocab});
+  std::vector<int64_t> peaks;
+  for (int i = 0; i < 200; ++i) {
+    bench.model().extend(context, states, token, logits);
+    peaks.push_back(regions.scratch.peak());
+  }
+  EXPECT_GT(peaks.front(), 0);
+  EXPECT_EQ(peaks.back(), peaks.front());
+}
+
 // ---- FLOPs ----------------------------------------------------------------------------------------------------------
 
 double flops_of(const std::vector<std::string>& layers, int64_t row_length) {
