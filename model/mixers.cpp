@@ -29,15 +29,20 @@ constexpr MixerKind kMixers[] = {
 };
 
 const MixerKind& mixer_named(const std::string& kind) {
-  std::string known;
-  for (const MixerKind& mixer : kMixers) {
+  for (const MixerKind& mixer : kMixers)
     if (kind == mixer.name) return mixer;
-    known.append(known.empty() ? "" : ", ").append(mixer.name);
-  }
+  std::string known;
+  for (const std::string& name : mixer_kinds()) known.append(known.empty() ? "" : ", ").append(name);
   throw_user_error("model.layers: '", kind, "' is no token mixer; known are ", known);
 }
 
 }  // namespace
+
+std::vector<std::string> mixer_kinds() {
+  std::vector<std::string> names;
+  for (const MixerKind& mixer : kMixers) names.emplace_back(mixer.name);
+  return names;
+}
 
 void check_mixer_kind(const std::string& kind) {
   mixer_named(kind);

@@ -3,12 +3,16 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "model/config.h"
 #include "model/layer.h"
 #include "model/parameters.h"
 
 namespace palimpsest {
+
+// Their names, as they stand in model.layers.
+std::vector<std::string> mixer_kinds();
 
 // Throws a UserError that lists the kinds unless `kind` is one of them.
 void check_mixer_kind(const std::string& kind);

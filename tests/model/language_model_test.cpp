@@ -6,6 +6,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "model/mixers.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tiny_run.h"
 
@@ -69,7 +70,7 @@ void expect_gradients_match(const Config& config) {
 }
 
 TEST(LanguageModelGradients, MatchCentralDifferences) {
-  expect_gradients_match(tiny_config());
+  expect_gradients_match(tiny_config(Precision::kF64, mixer_kinds()));
 }
 
 TEST(LanguageModelGradients, MatchCentralDifferencesWithTheOtherOptions) {
@@ -147,7 +148,7 @@ TEST(Packing, DocumentsDoNotSeeEachOther) {
     for (int32_t& token : documents[i]) token += static_cast<int32_t>(9 * i);
   Tokens changed = documents;
   for (int32_t& token : changed[0]) token = (token + 4) % 9;
-  TinyRun run(tiny_config(Precision::kF32));
+  TinyRun run(tiny_config(Precision::kF32, mixer_kinds()));
   const auto results_with = [&](const Tokens& tokens) {
     const OwnedBatch batch(tokens);
     run.registry().zero_gradients(run.bench().stream());
@@ -167,7 +168,7 @@ TEST(Packing, DocumentsDoNotSeeEachOther) {
 
 TEST(Packing, EqualsSeparateRuns) {
   const Tokens documents = random_documents({5, 64, 70}, kVocab, 1);
-  TinyRun run(tiny_config());
+  TinyRun run(tiny_config(Precision::kF64, mixer_kinds()));
   run.registry().initialize(3, kSpread);
   const OwnedBatch packed(documents);
   run.registry().zero_gradients(run.bench().stream());
@@ -187,14 +188,14 @@ TEST(Packing, EqualsSeparateRuns) {
 
 TEST(Packing, EmptyDocumentsMakeNoDifference) {
   const Tokens documents = random_documents({5, 65}, kVocab, 1);
-  TinyRun run(tiny_config());
+  TinyRun run(tiny_config(Precision::kF64, mixer_kinds()));
   const OwnedBatch plain(documents), with_empty({{}, documents[0], {}, documents[1], {}});
   EXPECT_EQ(logits_of(run, plain), logits_of(run, with_empty));
 }
 
 TEST(Packing, ARowsResultDoesNotDependOnTheOthers) {
   const std::vector<int32_t> row = random_documents({67}, kVocab, 1)[0];
-  TinyRun run(tiny_config(Precision::kF32), 8 * 67);
+  TinyRun run(tiny_config(Precision::kF32, mixer_kinds()), 8 * 67);
   const std::vector<double> alone = logits_of(run, OwnedBatch({row}));
   const std::vector<double> eight = logits_of(run, OwnedBatch(Tokens(8, row)));
   for (size_t copy = 0; copy < 8; ++copy) {
@@ -224,8 +225,8 @@ class Decoding : public testing::TestWithParam<Precision> {};
 TEST_P(Decoding, GivesTheLogitsOfTheParallelForm) {
   const double tolerance = GetParam() == Precision::kF64 ? 1e-11 : 2e-5;
   constexpr int64_t kTokens = 150;
-  std::vector<std::vector<std::string>> models = {{"kda"}, {"gdn"}, {"mla"}, {"attention"}};
-  models.push_back({"kda", "gdn", "mla", "attention"});
+  std::vector<std::vector<std::string>> models = {mixer_kinds()};
+  for (const std::string& kind : mixer_kinds()) models.push_back({kind});
   for (const std::vector<std::string>& layers : models) {
     TinyRun run(tiny_config(GetParam(), layers));
     run.registry().initialize(3, kSpread);
@@ -252,7 +253,7 @@ TEST_P(Decoding, GivesTheLogitsOfTheParallelForm) {
       const std::vector<double> values = values_of(logits);
       got.insert(got.end(), values.begin(), values.end());
     }
-    EXPECT_TRUE(is_close(got, expected, tolerance)) << layers[0];
+    EXPECT_TRUE(is_close(got, expected, tolerance)) << layers.size() << " layers from " << layers[0];
   }
 }
 INSTANTIATE_TEST_SUITE_P(Precisions, Decoding, testing::Values(Precision::kF64, Precision::kF32));

@@ -80,12 +80,12 @@ TEST(Parameters, OfAGatedDeltaNetLayer) {
 }
 
 TEST(Parameters, OfARetnetLayer) {
-  EXPECT_EQ(layer_of("retnet"), (ShapesByName{{"retention.q_proj.weight", "[1024, 20]"},  // 8 heads of 128
-                                              {"retention.k_proj.weight", "[1024, 20]"},
-                                              {"retention.v_proj.weight", "[1024, 20]"},
-                                              {"retention.g_proj.weight", "[1024, 20]"},
-                                              {"retention.g_norm.weight", "[128]"},
-                                              {"retention.o_proj.weight", "[20, 1024]"}}));
+  EXPECT_EQ(layer_of("retnet"), (ShapesByName{{"retention.q_proj.weight", "[18, 20]"},
+                                              {"retention.k_proj.weight", "[18, 20]"},
+                                              {"retention.v_proj.weight", "[30, 20]"},
+                                              {"retention.g_proj.weight", "[30, 20]"},
+                                              {"retention.g_norm.weight", "[10]"},
+                                              {"retention.o_proj.weight", "[20, 30]"}}));
 }
 
 TEST(Parameters, OfAnMlaLayer) {

@@ -8,7 +8,6 @@
 #include "kernels/delta_rule.h"
 #include "kernels/elementwise.h"
 #include "tests/support/tensors.h"
-#include "tests/support/tiny_run.h"
 
 namespace palimpsest {
 namespace {
@@ -87,24 +86,6 @@ TEST(Retnet, OnlyAScalarDecayCanBeFixed) {
   DeltaRuleOptions options = fixed_gate(DeltaForm::kChunkwise);
   options.decay = Decay::kVector;
   EXPECT_THROW(check_delta_rule_supported(Device::kCpu, {.N = 1, .H = 1, .HV = 1, .K = 8, .V = 8}, options), UserError);
-}
-
-TEST(Retnet, ModelGradientsMatchCentralDifferences) {
-  Config config = support::tiny_config(Precision::kF64, {"retnet", "retnet"});
-  config.model.retnet = {.num_heads = 3, .head_dim = 6, .value_head_dim = 10};
-  config.model.initializer_range = 0.3;
-  support::TinyRun run(config);
-  const support::OwnedBatch batch(support::random_documents({1, 19, 33}, config.model.vocab_size, 3));
-  const auto loss = [&] { return run.step().run({&batch.input(), 1}, batch.num_targets(), 0.0).loss; };
-  for (const char* leaf :
-       {"q_proj.weight", "k_proj.weight", "v_proj.weight", "g_proj.weight", "g_norm.weight", "o_proj.weight"}) {
-    Parameter& parameter = run.parameter(std::string("model.layers.0.retention.") + leaf);
-    loss();  // the gradient at the unchanged weights
-    const std::vector<double> gradient = support::values_of(parameter.grad);
-    const OwnedTensor kept(DType::kF64, parameter.grad.shape());
-    support::set_values(kept, gradient);
-    EXPECT_TRUE(support::gradient_matches(loss, parameter.value, kept, 1e-6, 12)) << leaf;
-  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "kernels/elementwise.h"
+#include "model/mixers.h"
 
 namespace palimpsest::mpi_test {
 
@@ -19,8 +20,8 @@ ModelConfig grouped_hybrid() {
   ModelConfig config = support::tiny_config().model;
   config.vocab_size = 53;
   config.hidden_size = 24;
-  config.num_layers = 5;
-  config.layers = {"kda", "gdn", "mla", "attention", "retnet"};
+  config.layers = mixer_kinds();
+  config.num_layers = static_cast<int64_t>(config.layers.size());
   config.kda = {.num_heads = 2, .num_value_heads = 4, .head_dim = 8};
   config.gdn = {.num_heads = 2, .num_value_heads = 4, .head_dim = 6, .value_head_dim = 10};
   config.mla = {.num_heads = 4,

@@ -18,6 +18,7 @@ Config tiny_config(Precision precision, std::vector<std::string> layers) {
                   .layers = layers,
                   .kda = {.num_heads = 2, .head_dim = 8, .conv_size = 4, .gate_lower_bound = -5.0},
                   .gdn = {.num_heads = 1, .num_value_heads = 3, .head_dim = 6, .value_head_dim = 10, .conv_size = 3},
+                  .retnet = {.num_heads = 3, .head_dim = 6, .value_head_dim = 10},
                   .mla = {.num_heads = 3,
                           .q_lora_rank = 9,
                           .kv_lora_rank = 7,

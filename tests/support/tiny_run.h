@@ -1,4 +1,4 @@
-// A tiny hybrid model (kda, gdn, mla, attention; all sizes different) with all its memory, and batches for it.
+// A tiny hybrid model, all its sizes different, with all its memory, and batches for it.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace palimpsest::support {
 
-// Resolved; precision f32 or f64, one mixer of each kind unless `layers` says otherwise.
+// Resolved; precision f32 or f64; small sizes for every kind of mixer.
 Config tiny_config(Precision precision = Precision::kF64,
                    std::vector<std::string> layers = {"kda", "gdn", "mla", "attention"});
 

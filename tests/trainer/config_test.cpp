@@ -6,13 +6,14 @@
 #include <filesystem>
 #include <set>
 
+#include "model/mixers.h"
 #include "tests/support/files.h"
 #include "trainer/config_fields.h"
 
 namespace palimpsest {
 namespace {
 
-// The example of the README, with every kind of field.
+// Every kind of field.
 constexpr const char* kExample = R"(
 run:       {dir: runs/a, seed: 7}
 device:    cpu
@@ -262,6 +263,9 @@ TEST(Config, ExplainNamesEveryField) {
     ++fields;
   }
   EXPECT_GT(fields, 70);
+  const size_t layers = text.find("model.layers (");
+  const std::string of_layers = text.substr(layers, text.find('\n', layers) - layers);
+  for (const std::string& kind : mixer_kinds()) EXPECT_NE(of_layers.find(" " + kind), std::string::npos) << of_layers;
   EXPECT_NE(text.find("schedule.kind (cosine | wsd | linear | constant; default cosine)"), std::string::npos);
   EXPECT_NE(text.find("optimizer.grad_clip (number | null; default 1.0)"), std::string::npos);
 }
@@ -290,9 +294,9 @@ TEST(ReadyConfigs, AllReadAndPrint) {
 }
 
 TEST(ReadyConfigs, OneForEachTokenMixer) {
-  for (const char* mixer : {"kda", "gdn", "mla", "attention"}) {
-    const Config config = load_config(std::string(PALIMPSEST_SOURCE_DIR "/configs/") + mixer + ".yaml");
-    EXPECT_EQ(config.model.layers, std::vector<std::string>{mixer});
+  for (const std::string& kind : mixer_kinds()) {
+    const Config config = load_config(PALIMPSEST_SOURCE_DIR "/configs/" + kind + ".yaml");
+    EXPECT_EQ(config.model.layers, std::vector<std::string>{kind});
   }
 }
 
