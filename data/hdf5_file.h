@@ -115,8 +115,7 @@ class Hdf5File {
   Hdf5Dataset dataset(const std::string& name) const;  // throws when it is missing
   std::vector<std::string> dataset_names() const;      // all, with their groups, in byte order
 
-  // ---- attributes of a dataset, a group or, as "/", the file
-  // ----------------------------------------------------------
+  // ---- attributes of a dataset, a group or, as "/", the file --------------------------------------------------------
   void set_int(const std::string& object, const std::string& name, int64_t value);
   void set_double(const std::string& object, const std::string& name, double value);
   void set_string(const std::string& object, const std::string& name, const std::string& value);  // without NUL

@@ -27,8 +27,8 @@ enum class Gate : uint8_t {
 // on chunks of chunk_size tokens with matrix products and is what training uses.
 enum class DeltaForm : uint8_t { kRecurrence, kChunkwise };
 
-// What forward keeps for backward, see design of the chunk form: 0 nothing (backward recomputes), 1 the chunk matrices
-// M and Aqk, 2 also X and the state at each chunk's start. The recurrence keeps nothing whatever the level.
+// What forward keeps for backward, in DeltaRuleSaved: 0 nothing (backward recomputes), 1 the chunk matrices M and Aqk,
+// 2 also X and the state at each chunk's start. The recurrence keeps nothing whatever the level.
 enum class SaveLevel : uint8_t { kNothing = 0, kMatrices = 1, kAll = 2 };
 
 constexpr int64_t kMaxKeySize = 256;  // K of the delta-rule ops; V is free

@@ -1,3 +1,4 @@
+// Commands that measure: bench train, bench kernels.
 #include "launch/commands.h"
 #include "launch/exit_code.h"
 #include "launch/report.h"

@@ -1,4 +1,4 @@
-// Commands that use a trained model: eval, score, generate, inspect, import, export.
+// Commands that use a trained model: eval, score, generate, inspect, checkpoint merge, import, export.
 #include <cstdio>
 #include <functional>
 #include <optional>
@@ -62,6 +62,13 @@ GenerationRequest request_of(const GenerateArguments& arguments, const Tokenizer
                                .sampling = arguments.sampling};
   tokenizer.encode(arguments.prompt, request.prompt, {.special_tokens = true});
   return request;
+}
+
+// The checkpoint that this path stands for.
+std::string newest_checkpoint(const std::string& path, Console& console) {
+  const NewestCheckpoint newest = use_checkpoint(path, [](CheckpointReader&) {});
+  for (const SkippedCheckpoint& skipped : newest.skipped) console.warning(to_text(skipped));
+  return *newest.path;
 }
 
 }  // namespace
@@ -144,10 +151,7 @@ int run_command(const GenerateArguments& arguments, Ranks& ranks, Console& conso
 }
 
 int run_command(const InspectArguments& arguments, Console& console) {
-  const NewestCheckpoint newest = use_checkpoint(arguments.path, [](CheckpointReader&) {});
-  for (const SkippedCheckpoint& skipped : newest.skipped)
-    console.warning("skipped checkpoint " + skipped.path + ": " + skipped.reason);
-  const std::string& folder = *newest.path;
+  const std::string folder = newest_checkpoint(arguments.path, console);
   const CheckpointReport report = inspect_checkpoint(folder);
   if (!arguments.verify)
     console.info(report.text);
@@ -158,11 +162,12 @@ int run_command(const InspectArguments& arguments, Console& console) {
 }
 
 int run_command(const MergeArguments& arguments, Console& console) {
-  const NewestCheckpoint newest = use_checkpoint(arguments.in, [](CheckpointReader&) {});
-  for (const SkippedCheckpoint& skipped : newest.skipped)
-    console.warning("skipped checkpoint " + skipped.path + ": " + skipped.reason);
-  for (const std::string& warning : merge_checkpoint(*newest.path, arguments.out)) console.warning(warning);
-  console.info("merged " + *newest.path + " into " + arguments.out);
+  const std::string folder = newest_checkpoint(arguments.in, console);
+  ProgressBar progress(console, "merge", 0, "", ProgressBar::Unit::kBytes);
+  const std::vector<std::string> warnings =
+      merge_checkpoint(folder, arguments.out, [&](int64_t bytes) { progress.add(bytes); });
+  for (const std::string& warning : warnings) console.warning(warning);
+  console.info("merged " + folder + " into " + arguments.out);
   return kExitSuccess;
 }
 

@@ -1,3 +1,4 @@
+// Commands that look ahead: plan.
 #include "launch/commands.h"
 #include "launch/exit_code.h"
 #include "launch/report.h"

@@ -1,3 +1,5 @@
+// Commands around training itself: train, with --dry-run, --print and --explain; and how all commands load their
+// config.
 #include <cstdio>
 
 #include "kernels/device.h"

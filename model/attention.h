@@ -1,7 +1,7 @@
 // Softmax attention with grouped key/value heads, as in Llama, and its gated kind with q/k norms and partial rotary
 // embedding, as in Qwen3-Next:
-//   q = rope(norm(Wq x))     k = rope(norm(Wk x))     v = Wv x     y = Wo ( softmax_causal(q k^T / sqrt(d)) v *
-//   sigmoid(Wg x) )
+//   q = rope(norm(Wq x))       k = rope(norm(Wk x))       v = Wv x
+//   y = Wo ( softmax_causal(q k^T / sqrt(d)) v * sigmoid(Wg x) )
 #pragma once
 
 #include <string>

@@ -10,8 +10,7 @@ namespace palimpsest {
 
 class Mlp : public FeedForward {
  public:
-  // Declares <prefix>{gate,up,down}_proj.weight.
-  // `field` of the config holds the size, for messages.
+  // Declares <prefix>{gate,up,down}_proj.weight. `field` of the config holds the size, for messages.
   Mlp(int64_t intermediate_size, const std::string& field, int64_t hidden_size, const std::string& prefix,
       ParameterRegistry& registry);
 

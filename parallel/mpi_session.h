@@ -38,8 +38,8 @@ class MpiSession {
 };
 
 // Prints which rank failed and why, and ends every rank of the job: with kStatusUserError for a UserError, else with
-// kStatusRankFailed. This one ends within
-// seconds, also where MPI cannot reach the others, which then end when their connection or their deadline does.
+// kStatusRankFailed. This one ends within seconds, also where MPI cannot reach the others, which then end when their
+// connection or their deadline does.
 [[noreturn]] void fail_job(int64_t rank, const std::exception& error);
 
 // Whether mpirun or another launcher of MPI ranks started this process, as its environment says.

@@ -98,6 +98,10 @@ std::string checkpoint_name(int64_t step) {
   return fmt::format("{}{:06}", kStep, step);
 }
 
+std::string to_text(const SkippedCheckpoint& skipped) {
+  return fmt::format("skipped checkpoint {}: {}", skipped.path, skipped.reason);
+}
+
 bool has_manifest(const std::string& folder) {
   return path_exists(folder + "/" + Manifest::kFileName);
 }

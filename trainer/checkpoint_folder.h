@@ -41,6 +41,7 @@ struct SkippedCheckpoint {
   std::string path;
   std::string reason;
 };
+std::string to_text(const SkippedCheckpoint& skipped);  // "skipped checkpoint PATH: REASON"
 struct NewestCheckpoint {
   std::optional<std::string> path;         // none where no save was ever finished
   std::vector<SkippedCheckpoint> skipped;  // newer ones, newest first

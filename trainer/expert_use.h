@@ -1,3 +1,4 @@
+// How evenly the routed experts of a layer were used: for metrics and messages.
 #pragma once
 
 #include <cstdint>

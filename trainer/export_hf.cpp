@@ -301,8 +301,7 @@ std::vector<std::string> export_hf(const std::string& checkpoint, const std::str
       notices.clear();
       write_folder(reader, partial, options, progress, notices);
     });
-    for (const SkippedCheckpoint& skipped : newest.skipped)
-      notices.push_back("skipped checkpoint " + skipped.path + ": " + skipped.reason);
+    for (const SkippedCheckpoint& skipped : newest.skipped) notices.push_back(to_text(skipped));
     sync_directory(partial);
     rename_path(partial, folder);
   } catch (...) {

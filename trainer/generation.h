@@ -1,5 +1,6 @@
 // Text from a model by recurrent decoding: the prompt is taken in piece by piece, then every new token continues the
-// state. Its size does not grow with the text for KDA and Gated DeltaNet layers; an MLA layer keeps its latent.
+// state. Its size does not grow with the text for layers of the delta-rule family; an MLA layer keeps its latent,
+// softmax attention its keys and values.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +23,8 @@ struct SamplingOptions {
 // Throws a UserError that names the option that makes no sense.
 void validate(const SamplingOptions& options);
 
-// A token drawn from softmax(logits / temperature), cut by top_k, then by top_p. logits [V] f32 or f64. A pure function
-// of its arguments: `index` numbers the draws of a text.
+// A token drawn from softmax(logits / temperature), cut by top_k, then by top_p. logits [V] f32, f64 or bf16, on any
+// device. A pure function of its arguments: `index` numbers the draws of a text.
 int32_t sample_token(const Tensor& logits, const SamplingOptions& options, uint64_t index);
 
 struct GenerationRequest {

@@ -36,8 +36,7 @@ void load(CheckpointReader& checkpoint, Workbench& bench, CheckpointContent cont
 }
 
 void report_skipped(const NewestCheckpoint& newest, Console& console) {
-  for (const SkippedCheckpoint& skipped : newest.skipped)
-    console.warning("skipped checkpoint " + skipped.path + ": " + skipped.reason);
+  for (const SkippedCheckpoint& skipped : newest.skipped) console.warning(to_text(skipped));
 }
 
 std::vector<int64_t> damaged_steps(const NewestCheckpoint& newest) {
