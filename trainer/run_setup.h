@@ -60,7 +60,7 @@ std::string checkpoint_path(const Config& config);  // <run.dir>/checkpoints
 // Every rank's setup, or RanksFailed on all.
 std::unique_ptr<RunSetup> set_up_ranks(const Config& config, const Mesh& mesh);
 
-// --dry-run: prints the setup and the first batch, decoded.
+// --dry-run: prints the setup, where the run would start, and the first batch, decoded.
 void dry_run(const Config& config, const Mesh& mesh, Console& console);
 
 }  // namespace palimpsest

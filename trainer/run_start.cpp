@@ -117,13 +117,19 @@ void use_other_weights(const Config& config, Workbench& bench, Console& console)
   console.info("weights from " + *newest.path);
 }
 
-// Weights straight from a public model's folder.
-void use_hf_weights(const std::string& path, const Config& config, Workbench& bench, Console& console) {
-  const HfFolder folder(path);
+// A public model's folder whose model is that of the config.
+HfFolder open_hf_folder(const std::string& path, const Config& config) {
+  HfFolder folder(path);
   Config imported = config;
   imported.model = folder.model.config;
   if (const std::string other = model_differences(imported, config); !other.empty())
     throw_user_error(path, " is another model: ", other, "; set these as they are there");
+  return folder;
+}
+
+// Weights straight from a public model's folder.
+void use_hf_weights(const std::string& path, const Config& config, Workbench& bench, Console& console) {
+  const HfFolder folder = open_hf_folder(path, config);
   const HfWeights weights(folder.tensors, folder.model, bench.registry());
   const std::vector<CheckpointBlock> blocks = wanted_blocks(bench.registry(), CheckpointContent::kWeights);
   int64_t bytes = 0;
@@ -173,6 +179,32 @@ RunStart start_run(const Config& config, Workbench& bench, Console& console) {
   if (newest.path) return resume.finish(newest);
   report_skipped(newest, console);
   return start_new(config, bench, console);
+}
+
+std::string planned_start(const Config& config, const Workbench& bench) {
+  Communicator& world = bench.mesh().world();
+  const auto resume = [&](CheckpointReader& checkpoint) {
+    resume_notices(saved_config(checkpoint), config);
+    checkpoint.check_parameters(bench.registry(), CheckpointContent::kWeightsAndOptimizer);
+  };
+  std::optional<std::string> continued;
+  if (config.resume == "auto")
+    continued = use_newest_checkpoint(checkpoint_path(config), resume, world).path;
+  else if (config.resume != "none")
+    continued = use_checkpoint(config.resume, resume, world).path;
+  if (continued) return "continues from " + *continued;
+  if (!config.from) return "starts from initial weights";
+  if (is_hf_folder(*config.from)) {
+    agree(world, [&] {
+      const HfFolder folder = open_hf_folder(*config.from, config);
+      HfWeights(folder.tensors, folder.model, bench.registry());
+    });
+    return "starts with the weights of " + *config.from;
+  }
+  const auto take_weights = [&](CheckpointReader& checkpoint) {
+    checkpoint.check_parameters(bench.registry(), CheckpointContent::kWeights);
+  };
+  return "starts with the weights of " + *use_checkpoint(*config.from, take_weights, world).path;
 }
 
 void load_trained_weights(const Config& config, Workbench& bench, Console& console) {

@@ -22,9 +22,7 @@ using support::write_file;
 class BadInput : public support::RunFolder {};
 
 void flip_a_bit_in_the_middle(const std::string& path) {
-  std::string bytes = read_file(path);
-  bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 4);
-  write_file(path, bytes);
+  support::flip_bit(path, static_cast<size_t>(file_size(path)) / 2, 2);
 }
 
 void truncate_to(const std::string& path, double part) {

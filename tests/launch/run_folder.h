@@ -3,9 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "data/file_ops.h"
@@ -26,16 +24,6 @@ inline void expect_user_error(const std::vector<std::string>& arguments, const s
   EXPECT_TRUE(result.err.starts_with("error: ")) << result.err;
   for (const std::string& part : parts)
     EXPECT_NE(result.err.find(part), std::string::npos) << part << "\n" << result.err;
-}
-
-// Until the run has written so many lines of metrics.
-inline void wait_for_steps(const Config& config, size_t count) {
-  const std::string path = config.run.dir + "/metrics.jsonl";
-  for (int i = 0; i < 600; ++i) {
-    if (path_exists(path) && metrics_of(config).size() >= count) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  }
-  FAIL() << "no metrics after 30 seconds";
 }
 
 // A folder with shards and the config of a short run.

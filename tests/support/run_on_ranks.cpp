@@ -1,11 +1,9 @@
 #include "tests/support/run_on_ranks.h"
 
 #include <algorithm>
-#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
-#include <thread>
 
 #include "data/file_ops.h"
 #include "kernels/check.h"
@@ -68,12 +66,6 @@ std::vector<std::string> RunOnRanks::ranks_that_open_files() const {
   return words;
 }
 
-size_t count(const std::string& text, const std::string& part) {
-  size_t found = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
-  return found;
-}
-
 int64_t number_behind(const std::string& text, const std::string& label) {
   const size_t at = text.find("\n" + label);
   if (at == std::string::npos) return -1;
@@ -86,15 +78,6 @@ void run_in_folders(std::vector<std::string>& words, const std::string& first, c
   const auto add = [&](auto before, const std::string& folder) { words.insert(before, {"-wdir", folder}); };
   add(std::find(words.begin(), words.end(), "-n"), first);
   add(std::find(words.begin(), words.end(), ":") + 1, second);
-}
-
-void wait_for_steps(const Config& config, size_t steps) {
-  const std::string path = config.run.dir + "/metrics.jsonl";
-  for (int i = 0; i < 600; ++i) {
-    if (path_exists(path) && count(content_of(path), "\n") >= steps) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  }
-  FAIL() << "no " << steps << " steps after a minute";
 }
 
 std::vector<int> descendants(int launcher) {

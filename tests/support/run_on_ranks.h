@@ -31,13 +31,10 @@ class RunOnRanks : public testing::Test {
   std::string file_;
 };
 
-size_t count(const std::string& text, const std::string& part);
 // The number that follows the first `label` in a line of its own; -1 when there is none.
 int64_t number_behind(const std::string& text, const std::string& label);
 // Gives the two ranks of mixed_ranks each a folder to run in.
 void run_in_folders(std::vector<std::string>& words, const std::string& first, const std::string& second);
-// Until metrics.jsonl has so many lines; fails the test after a minute.
-void wait_for_steps(const Config& config, size_t steps);
 // The process that is this rank of the world among the descendants of `launcher`.
 int pid_of_rank(int launcher, int rank);
 // Processes among the descendants of `launcher`, itself included, that still run.

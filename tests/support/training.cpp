@@ -1,6 +1,8 @@
 #include "tests/support/training.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "data/file_ops.h"
 #include "data/shards.h"
@@ -63,6 +65,21 @@ Config tiny_run_config(const TempDirectory& root, const std::string& name) {
   if (!path_exists(root / "shards")) write_learnable_shards(root / "shards", 1500);  // 20 steps reach the second epoch
   if (!path_exists(root / "held_out")) write_learnable_shards(root / "held_out", 300, 2);
   return config;
+}
+
+size_t count(const std::string& text, const std::string& part) {
+  size_t found = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+  return found;
+}
+
+void wait_for_steps(const Config& config, size_t steps) {
+  const std::string path = config.run.dir + "/metrics.jsonl";
+  for (int i = 0; i < 1200; ++i) {
+    if (path_exists(path) && count(read_file(path), "\n") >= steps) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  FAIL() << "no " << steps << " steps after a minute";
 }
 
 std::vector<nlohmann::json> metrics_of(const Config& config) {

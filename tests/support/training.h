@@ -35,6 +35,10 @@ void write_learnable_shards(const std::string& directory, int64_t num_tokens, ui
 // 24, 4 rows a step, saves by the loop itself.
 Config tiny_run_config(const TempDirectory& root, const std::string& name);
 
+// How often `part` stands in the text.
+size_t count(const std::string& text, const std::string& part);
+// Until metrics.jsonl has so many lines; fails the test after a minute.
+void wait_for_steps(const Config& config, size_t steps);
 // metrics.jsonl, a value a line.
 std::vector<nlohmann::json> metrics_of(const Config& config);
 // What a step computed, without what depends on the clock.

@@ -123,6 +123,17 @@ TEST_F(Evaluate, ASmallerStrideGivesLongerContexts) {
   EXPECT_NE(last_logprob(64, 64), last_logprob(16, 64));
 }
 
+TEST_F(Evaluate, RowsAreNotLongerThanTheSet) {
+  const Dataset dataset = write("one", {100});
+  int64_t computed = 0;
+  const Evaluation evaluation =
+      evaluate_rows(dataset, {.row_length = 512, .stride = 512, .batch_rows = 2},
+                    [&](const Batch&, const Tensor& token_loss) { computed += token_loss.numel(); });
+  EXPECT_EQ(computed, 100);
+  EXPECT_EQ(evaluation.tokens, 99);
+  EXPECT_NEAR(evaluation.loss_sum, sum_over_documents(dataset, 1), 1e-10 * evaluation.loss_sum);
+}
+
 TEST_F(Evaluate, PartOfASetHasNoBitsPerByte) {
   const Dataset dataset = write("one", {1000});
   const Evaluation part = evaluate_rows(dataset, {.row_length = 64, .stride = 64, .batch_rows = 4, .max_rows = 3});

@@ -307,9 +307,35 @@ TEST(DryRun, PrintsEverythingAndWritesNothing) {
   RecordedConsole console;
   dry_run(config, Mesh::single(), console);
   const std::string text = console.text();
-  for (const char* part : {"hidden_size: 20", "model.embed_tokens.weight", "activations", "row 0, 24 tokens"})
+  for (const char* part : {"hidden_size: 20", "model.embed_tokens.weight", "activations",
+                           "the run starts from initial weights", "row 0, 24 tokens"})
     EXPECT_NE(text.find(part), std::string::npos) << part;
   EXPECT_FALSE(path_exists(config.run.dir));
+}
+
+TEST(DryRun, FollowsWhereTheRunWouldStart) {
+  const TempDirectory root;
+  const Config trained = tiny_run_config(root, "run");
+  train_quietly(trained);
+  const std::string newest = checkpoint_path(trained) + "/" + checkpoint_name(10);
+  const auto text_of = [](Config config) {
+    config.data.tokenizer = "bytes";
+    RecordedConsole console;
+    dry_run(config, Mesh::single(), console);
+    return console.text();
+  };
+  EXPECT_NE(text_of(trained).find("the run continues from " + newest), std::string::npos);
+  Config other = tiny_run_config(root, "other");
+  other.from = trained.run.dir;
+  EXPECT_NE(text_of(other).find("the run starts with the weights of " + newest), std::string::npos);
+  other.model.hidden_size = 28;
+  EXPECT_NE(user_error_of([&] { text_of(other); }).find("does not fit the model"), std::string::npos);
+  other.from = root / "nowhere";
+  EXPECT_NE(user_error_of([&] { text_of(other); }).find("nowhere"), std::string::npos);
+  other = trained;
+  other.model.hidden_size = 28;
+  EXPECT_NE(user_error_of([&] { text_of(other); }).find("model.hidden_size"), std::string::npos);
+  EXPECT_FALSE(path_exists(root / "other"));
 }
 
 }  // namespace
