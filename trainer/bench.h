@@ -43,7 +43,7 @@ struct KernelBench {
   double tflops_per_second = 0.0;  // 0: the op is not judged by its arithmetic
   double tbytes_per_second = 0.0;  // inputs read once and outputs written once
   double of_ceiling = 0.0;         // 0 to 1: the time that the machine's best product or copy would take, over ms
-  double error = 0.0;              // on at most 512 tokens, against f64: norm of the difference over norm
+  double error = 0.0;              // of few tokens and words, against f64: norm of the difference over norm
 };
 struct KernelBenchOptions {
   double seconds_an_op = 0.2;  // how long each is repeated

@@ -26,16 +26,29 @@
 
 namespace palimpsest {
 
+namespace {
+
+// Numbers of a tensor that are drawn; then they come again, at no multiple of a row, since drawing takes longer than an
+// op does.
+constexpr int64_t kDrawn = 1'000'003;
+
+}  // namespace
+
 template <class T, class Draw>
 Tensor BenchPlace::drawn(DType dtype, Shape shape, Draw&& draw) {
   const Tensor tensor = memory_.allocate(dtype, shape);
   const uint64_t stream = hash_of("bench kernels") + num_tensors_++;
   if (stream_.is_planning()) return tensor;
-  HostCopy host(tensor);
+  const Tensor numbers = tensor.view({tensor.numel()}), first = numbers.rows(0, std::min(kDrawn, tensor.numel()));
+  HostCopy host(first);
   T* values = host.tensor().data<T>();
 #pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < tensor.numel(); ++i) values[i] = draw(stream, static_cast<uint64_t>(i));
+  for (int64_t i = 0; i < first.numel(); ++i) values[i] = draw(stream, static_cast<uint64_t>(i));
   host.store();
+  for (int64_t begin = kDrawn; begin < numbers.numel(); begin += kDrawn) {
+    const int64_t count = std::min(kDrawn, numbers.numel() - begin);
+    transfer(stream_, numbers.rows(begin, count), first.rows(0, count));
+  }
   return tensor;
 }
 
@@ -67,9 +80,9 @@ Tensor BenchPlace::zeros(Shape shape) {
 }
 
 Tensor BenchPlace::zeros(DType dtype, Shape shape) {
-  const auto zero = [](uint64_t, uint64_t) { return 0.0F; };
-  if (dtype == DType::kBF16) return drawn<BF16>(dtype, shape, [](uint64_t, uint64_t) { return BF16{0}; });
-  return dtype == DType::kF64 ? drawn<double>(dtype, shape, zero) : drawn<float>(dtype, shape, zero);
+  const Tensor tensor = memory_.allocate(dtype, shape);
+  fill_zero(stream_, tensor);
+  return tensor;
 }
 
 Tensor BenchPlace::ids(int64_t count, int64_t num_ids) {

@@ -13,7 +13,8 @@
 namespace palimpsest {
 
 // Where an op runs: a device, a dtype and memory. The n-th tensor has the same values in every place, to the rounding
-// of its dtype, so that results of two places can be compared. On a planning stream tensors have no values.
+// of its dtype, so that results of two places can be compared. Long tensors repeat the numbers that they begin with. On
+// a planning stream tensors have no values.
 class BenchPlace {
  public:
   BenchPlace(Stream& stream, Arena& memory, DType dtype) : stream_(stream), memory_(memory), dtype_(dtype) {}
