@@ -1,5 +1,7 @@
 #include "kernels/attention.h"
 
+#include <algorithm>
+
 #include "kernels/op_check.h"
 
 namespace palimpsest {
@@ -17,6 +19,7 @@ DType check_attention(const Stream& stream, const Tensor& q, const Tensor& k, co
   check_contiguous_operand(stream, "lse", lse, statistics_dtype(dtype), {q.dim(0), q.dim(1)});
   CHECK(k.dim(1) > 0 && q.dim(1) % k.dim(1) == 0, "query heads (", q.dim(1), ") must be a multiple of key heads (",
         k.dim(1), ")");
+  check_attention_supported(stream.device(), k.dim(2), v.dim(2));
   return dtype;
 }
 
@@ -29,6 +32,12 @@ void check_backward(const Stream& stream, const AttentionBackwardArgs& args) {
 }
 
 }  // namespace
+
+void check_attention_supported(Device device, int64_t key_size, int64_t value_size) {
+  if (device == Device::kCuda && std::max(key_size, value_size) > kMaxHeadOnGpus)
+    throw_user_error("attention on ", name_of(device), ": heads of ", key_size, " (keys) and ", value_size,
+                     " (values) are not supported; supported are 1 to ", kMaxHeadOnGpus);
+}
 
 void attention_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k, const Tensor& v,
                        double scale, const Documents& queries, const Documents& keys) {

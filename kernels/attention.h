@@ -8,6 +8,10 @@
 
 namespace palimpsest {
 
+constexpr int64_t kMaxHeadOnGpus = 256;  // K and V there; free on the CPU
+// Throws a UserError that names the supported sizes when the ops cannot serve these on this device; they all ask it.
+void check_attention_supported(Device device, int64_t key_size, int64_t value_size);
+
 // o [N, H, V] and lse [N, H] (log of the softmax denominator, kept for backward) overwritten; q [N, H, K]; k [NK, HKV,
 // K]; v [NK, HKV, V]; rows may be spaced. lse is f32 (f64 for f64). `queries` splits N, `keys` splits NK, both with the
 // same number of documents; query j of document i sees its keys up to and including number length_k(i) - length_q(i) +

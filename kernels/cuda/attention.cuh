@@ -12,7 +12,6 @@ namespace palimpsest::cuda {
 
 constexpr int kAttentionThreads = 128;
 constexpr int kBlock = 64;  // rows of a resident block
-constexpr int kMaxHeadSize = 256;
 
 // Blocks of kBlock rows of every document.
 struct BlockList {
@@ -75,8 +74,7 @@ struct HeadUnits {
 // Calls body(T{}, HeadUnits{}) with the smallest units that hold these sizes.
 template <class Body>
 void with_head_units(DType dtype, int64_t key_size, int64_t value_size, Body body) {
-  CHECK(key_size <= kMaxHeadSize && value_size <= kMaxHeadSize, "attention on cuda: heads of ", key_size, " and ",
-        value_size, "; at most ", kMaxHeadSize, " are supported");
+  static_assert(8 * kUnitColumns == kMaxHeadOnGpus);
   if (dtype == DType::kF32)
     body(float{}, HeadUnits<8, 8>{});
   else if (key_size <= 128 && value_size <= 128)

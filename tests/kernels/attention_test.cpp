@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <utility>
 
+#include "tests/support/files.h"
 #include "tests/support/tensors.h"
 
 namespace palimpsest {
@@ -222,6 +224,14 @@ TEST(Attention, WrongOperandsAreErrors) {
 }
 
 // The last 90 tokens of a document of 266 as queries: their own part first, then what is before it in uneven blocks.
+TEST(Attention, GpusRefuseHeadsThatTheyCannotServe) {
+  EXPECT_NO_THROW(check_attention_supported(Device::kCuda, 192, 256));
+  EXPECT_NO_THROW(check_attention_supported(Device::kCpu, 576, 512));
+  for (const auto& [K, V] : {std::pair{257, 64}, std::pair{64, 300}})
+    EXPECT_NE(user_error_of([&, K = K, V = V] { check_attention_supported(Device::kCuda, K, V); }).find("1 to 256"),
+              std::string::npos);
+}
+
 TEST_P(AttentionOfSizes, GoesBlockByBlockOverAnEarlierPart) {
   const Sizes sizes = GetParam();
   constexpr int64_t N = 266, kQueries = 90, kFirst = N - kQueries;
