@@ -25,7 +25,8 @@ class Fields {
     seen_.push_back(key);
     return object_.contains(key) && !object_.at(key).is_null();
   }
-  const Json& at(const char* key) const { return object_.at(key); }
+  // Fields that mean nothing for this model, whatever they say.
+  void ignore(std::initializer_list<const char*> keys) { seen_.insert(seen_.end(), keys.begin(), keys.end()); }
 
   int64_t integer(const char* key) {
     if (!has(key)) fail_missing(key);
@@ -280,7 +281,7 @@ void read_kimi_experts(Fields& fields, ModelConfig& config) {
   moe.num_experts = fields.integer("num_experts", 0);
   read_experts(fields, moe, L, dense);
   // Fields of the experts that a dense model may carry.
-  for (const char* key : {"first_k_dense_replace", "moe_renormalize", "routed_scaling_factor"}) fields.has(key);
+  fields.ignore({"first_k_dense_replace", "moe_renormalize", "routed_scaling_factor"});
   if (moe.num_experts == 0) return;
   moe.experts_per_token = fields.integer("num_experts_per_token");
   moe.shared_intermediate_size = fields.integer("num_shared_experts", 0) * moe.intermediate_size;
@@ -296,7 +297,7 @@ void read_kimi_experts(Fields& fields, ModelConfig& config) {
 void read_kimi(Fields& fields, ModelConfig& config) {
   read_mla(fields, config.mla);
   fields.require(fields.boolean("mla_use_nope", true), "mla_use_nope", "Kimi Linear's MLA has no positions");
-  for (const char* key : {"rope_theta", "rope_scaling", "rope_parameters"}) fields.has(key);  // no layer rotates
+  fields.ignore({"rope_theta", "rope_scaling", "rope_parameters"});  // no layer rotates
   if (fields.has("linear_attn_config")) {
     Fields linear = fields.section("linear_attn_config");
     config.kda.num_heads = linear.integer("num_heads");
@@ -325,7 +326,7 @@ void read_deepseek(Fields& fields, ModelConfig& config) {
   moe.num_experts = fields.integer("n_routed_experts", 0);
   read_experts(fields, moe, config.num_layers,
                first_layers(fields.integer("first_k_dense_replace", 3), config.num_layers));
-  for (const char* key : {"norm_topk_prob", "routed_scaling_factor"}) fields.has(key);
+  fields.ignore({"norm_topk_prob", "routed_scaling_factor"});
   if (moe.num_experts == 0) return;
   moe.experts_per_token = fields.integer("num_experts_per_tok");
   moe.shared_intermediate_size = fields.integer("n_shared_experts", 0) * moe.intermediate_size;
@@ -386,7 +387,7 @@ void read_qwen3_next(Fields& fields, ModelConfig& config) {
   MoeConfig& moe = config.moe;
   moe.num_experts = fields.integer("num_experts", 0);
   read_experts(fields, moe, config.num_layers, dense);
-  for (const char* key : {"norm_topk_prob", "router_aux_loss_coef"}) fields.has(key);
+  fields.ignore({"norm_topk_prob", "router_aux_loss_coef"});
   if (moe.num_experts == 0) return;
   moe.experts_per_token = fields.integer("num_experts_per_tok");
   moe.shared_intermediate_size = fields.integer("shared_expert_intermediate_size");
@@ -398,11 +399,30 @@ void read_qwen3_next(Fields& fields, ModelConfig& config) {
     moe.router_aux_loss_coef = fields.number("router_aux_loss_coef", 0.001);
 }
 
+struct Family {
+  HfFamily family;
+  const char* name;  // model_type
+  void (*read)(Fields& fields, ModelConfig& config);
+};
+constexpr Family kFamilies[] = {{HfFamily::kKimiLinear, "kimi_linear", read_kimi},
+                                {HfFamily::kDeepseekV3, "deepseek_v3", read_deepseek},
+                                {HfFamily::kQwen3Next, "qwen3_next", read_qwen3_next},
+                                {HfFamily::kLlama, "llama", read_llama}};
+
+const Family& family_named(const Fields& fields, const std::string& name) {
+  std::string known;
+  for (const Family& family : kFamilies) {
+    if (name == family.name) return family;
+    known.append(known.empty() ? "" : ", ").append(family.name);
+  }
+  fields.unsupported("model_type", "supported are " + known);
+}
+
 }  // namespace
 
 const char* name_of(HfFamily family) {
-  constexpr const char* kNames[] = {"kimi_linear", "deepseek_v3", "qwen3_next", "llama"};
-  return kNames[static_cast<size_t>(family)];
+  return std::find_if(std::begin(kFamilies), std::end(kFamilies), [&](const Family& it) { return it.family == family; })
+      ->name;
 }
 
 HfModel read_hf_config(std::string_view json, const std::string& file) {
@@ -415,23 +435,10 @@ HfModel read_hf_config(std::string_view json, const std::string& file) {
   if (!object.is_object()) throw_user_error(file, ": must be a JSON object");
   Fields fields(object, file, "");
   HfModel model;
-  const std::string type = fields.text("model_type", "");
+  const Family& family = family_named(fields, fields.text("model_type", ""));
+  model.family = family.family;
   read_common(fields, model.config);
-  if (type == "kimi_linear") {
-    model.family = HfFamily::kKimiLinear;
-    read_kimi(fields, model.config);
-  } else if (type == "deepseek_v3") {
-    model.family = HfFamily::kDeepseekV3;
-    read_deepseek(fields, model.config);
-  } else if (type == "qwen3_next") {
-    model.family = HfFamily::kQwen3Next;
-    read_qwen3_next(fields, model.config);
-  } else if (type == "llama") {
-    model.family = HfFamily::kLlama;
-    read_llama(fields, model.config);
-  } else {
-    fields.unsupported("model_type", "supported are kimi_linear, deepseek_v3, qwen3_next and llama");
-  }
+  family.read(fields, model.config);
   fields.refuse_unknown_mathematics();
   try {
     validate(model.config);
