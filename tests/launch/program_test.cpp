@@ -5,6 +5,7 @@
 
 #include "data/dataset.h"
 #include "data/tokenizer.h"
+#include "model/mixers.h"
 #include "tests/launch/run_folder.h"
 #include "tests/support/shard_files.h"
 #include "tests/support/training.h"
@@ -234,6 +235,19 @@ TEST(Program, TextGoesInAndComesOut) {
   const ProgramResult verified = run_palimpsest({"inspect", root / "run", "--verify"});
   EXPECT_EQ(verified.exit_code, 0);
   EXPECT_TRUE(is_one_line(verified.out)) << verified.out;
+}
+
+// As the README has it: shards and a ready config are enough.
+TEST(Program, ConfigsOfEveryMixerTrainOnShardsAlone) {
+  const TempDirectory root;
+  write_file(root / "text.txt", std::string(3000, 'a'));
+  ASSERT_EQ(run_palimpsest({"tokenize", "--out", root / "shards", root / "text.txt"}).exit_code, 0);
+  for (const std::string& kind : mixer_kinds()) {
+    const ProgramResult result =
+        run_palimpsest({"train", PALIMPSEST_SOURCE_DIR "/configs/" + kind + ".yaml", "data.train=" + (root / "shards"),
+                        "run.dir=" + (root / kind), "train.steps=1", "hardware.peak_tflops=1"});
+    EXPECT_EQ(result.exit_code, 0) << kind << ": " << result.err;
+  }
 }
 
 TEST(Program, TokenizeSaysWhenNoLineSeparates) {
