@@ -289,7 +289,8 @@ void ParameterRegistry::bind_slot(int64_t slot, DType dtype, ParameterUse use, A
   if (use == ParameterUse::kInference || replica_.size == 1) return;
   share(gradients, [&](ParameterStack& stack, const Shape& whole, const Shape& own) {
     if (replica_.zero >= 2) stack.whole_grad = gradients.allocate(dtype, whole);
-    stack.received = gradients.allocate(dtype, own);
+    const bool in_place = replica_.zero < 2 && stack.whole_grad.device() == Device::kCuda;
+    if (!in_place) stack.received = gradients.allocate(dtype, own);
   });
 }
 

@@ -116,7 +116,7 @@ struct ParameterStack {
   Tensor whole_value, whole_grad;  // [each * ranks, in]: value and grad begin here
   Tensor own_value;                // [each, in]: the rank's rows of the true values; with zero < 3 part of whole_value
   Tensor own_grad;                 // [each, in]: the rank's rows of the sum; with zero < 2 part of whole_grad
-  Tensor received;                 // [each, in]: a sum on its way; absent with one rank
+  Tensor received;  // [each, in]: a sum on its way; absent where it can come to own_grad: with zero < 2 on a GPU
 };
 
 // Stacks whose values a model needs at the same time: a block, the embedding, the head. With zero > 1 groups that take

@@ -10,11 +10,10 @@ namespace palimpsest {
 
 namespace {
 
-template <class Slot>
-std::vector<Slot> make_slots(const ParameterRegistry& registry) {
+size_t count_slots(const ParameterRegistry& registry) {
   int64_t count = 0;
   for (const ParameterGroup& group : registry.groups()) count = std::max(count, group.slot + 1);
-  return std::vector<Slot>(static_cast<size_t>(count));
+  return static_cast<size_t>(count);
 }
 
 // MPI moves data only inside its own calls.
@@ -32,7 +31,7 @@ void wait_for(std::unique_ptr<Pending>& pending) {
 }  // namespace
 
 WholeValues::WholeValues(ParameterRegistry& registry)
-    : registry_(registry), slots_(make_slots<Slot>(registry)), coming_(registry.groups().size()) {}
+    : registry_(registry), slots_(count_slots(registry)), coming_(registry.groups().size()) {}
 
 std::unique_ptr<Pending> WholeValues::gather(Context& context, const ParameterGroup& group) {
   std::vector<Parts> tensors;
@@ -82,8 +81,14 @@ void WholeValues::values_changed(Context& context) {
 GradientReduction::GradientReduction(ParameterRegistry& registry, ParameterHooks& values)
     : registry_(registry),
       values_(values),
-      slots_(make_slots<Slot>(registry)),
+      slots_(std::max(count_slots(registry), registry.groups().size())),
       reduced_(registry.groups().size(), false) {}
+
+// Where sums come in place no group's memory is another's, and nothing waits before the end.
+GradientReduction::Slot& GradientReduction::slot_of(int64_t group) {
+  const ParameterGroup& parameters = registry_.groups()[group];
+  return slots_[parameters.stacks.front()->received.defined() ? parameters.slot : group];
+}
 
 void GradientReduction::need_values(Context& context, int64_t group, int64_t next) {
   advance_all(slots_);
@@ -135,13 +140,9 @@ void GradientReduction::start(Context& context, int64_t group) {
   record(ReductionEvent::Kind::kReduceStarts, group, micro_batch_);
   std::vector<Parts> tensors;
   for (const ParameterStack* stack : registry_.groups()[group].stacks)
-    tensors.push_back({.whole = stack->whole_grad, .part = landing_of(context, *stack)});
+    tensors.push_back(
+        {.whole = stack->whole_grad, .part = stack->received.defined() ? stack->received : stack->own_grad});
   slot.pending = context.mesh.replica().start_reduce_scatter(context.stream, std::move(tensors));
-}
-
-// Where the sum arrives. On a GPU it can replace this rank's part of what is summed at once.
-Tensor GradientReduction::landing_of(const Context& context, const ParameterStack& stack) const {
-  return context.stream.device() == Device::kCuda && !is_sharded() ? stack.own_grad : stack.received;
 }
 
 void GradientReduction::complete(Context& context, Slot& slot) {
@@ -150,7 +151,7 @@ void GradientReduction::complete(Context& context, Slot& slot) {
   for (const ParameterStack* stack : registry_.groups()[slot.group].stacks) {
     if (is_sharded()) {
       add(context.stream, stack->own_grad, stack->own_grad, stack->received);
-    } else if (landing_of(context, *stack).raw() != stack->own_grad.raw()) {
+    } else if (stack->received.defined()) {
       copy(context.stream, stack->own_grad, stack->received);
     }
   }

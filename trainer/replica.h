@@ -83,15 +83,14 @@ class GradientReduction : public ParameterHooks {
   };
 
   bool is_sharded() const { return registry_.replica_share().zero >= 2; }
-  Tensor landing_of(const Context& context, const ParameterStack& stack) const;
-  Slot& slot_of(int64_t group) { return slots_[registry_.groups()[group].slot]; }
+  Slot& slot_of(int64_t group);
   void start(Context& context, int64_t group);
   void complete(Context& context, Slot& slot);
   void record(ReductionEvent::Kind kind, int64_t group, int64_t micro_batch);
 
   ParameterRegistry& registry_;
   ParameterHooks& values_;
-  std::vector<Slot> slots_;
+  std::vector<Slot> slots_;    // those of groups, or one a group where sums come in place
   std::vector<bool> reduced_;  // by group, in this step
   int64_t micro_batch_ = -1;
   bool is_last_ = false;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 
@@ -133,6 +134,8 @@ bool has_gpu() {
 }
 
 void fill_with_nan(const Stream& stream, Arena& arena) {
+  // For tools that report reads of memory that nobody wrote to (tests/cuda/sanitize.sh).
+  if (stream.device() == Device::kCuda && std::getenv("PALIMPSEST_LEAVE_MEMORY") != nullptr) return;
   const Arena::Scope scope(arena);
   std::vector<std::byte> ones(static_cast<size_t>(arena.capacity()), std::byte{0xff});
   transfer(stream, arena.allocate(DType::kU8, {arena.capacity()}), Tensor(ones.data(), DType::kU8, {arena.capacity()}));

@@ -50,7 +50,8 @@ class CpuStream {
 
 // Whether the tests of this program have a GPU to run on.
 bool has_gpu();
-// Fills the whole arena, host or GPU, with bytes that are NaN as f32, f64 and bf16.
+// Fills the whole arena, host or GPU, with bytes that are NaN as f32, f64 and bf16. With PALIMPSEST_LEAVE_MEMORY set a
+// GPU's stays as it came.
 void fill_with_nan(const Stream& stream, Arena& arena);
 
 std::vector<double> values_of(const Tensor& tensor);
