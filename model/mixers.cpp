@@ -24,8 +24,11 @@ struct MixerKind {
 };
 
 constexpr MixerKind kMixers[] = {
-    {"kda", make_kda},  {"gdn", make_gated_deltanet},   {"retnet", make_retnet},
-    {"mla", make<Mla>}, {"attention", make<Attention>},
+    {"kda", make_kda},
+    {"gdn", make_gated_deltanet},
+    {"mla", make<Mla>},
+    {"attention", make<Attention>},
+    {"retnet", make_retnet},
 };
 
 const MixerKind& mixer_named(const std::string& kind) {
