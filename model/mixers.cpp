@@ -24,10 +24,7 @@ struct MixerKind {
 };
 
 constexpr MixerKind kMixers[] = {
-    {"kda", make_kda},
-    {"gdn", make_gated_deltanet},
-    {"mla", make<Mla>},
-    {"attention", make<Attention>},
+    {"kda", make_kda},       {"gdn", make_gated_deltanet}, {"mla", make<Mla>}, {"attention", make<Attention>},
     {"retnet", make_retnet},
 };
 
