@@ -250,11 +250,11 @@ std::vector<KernelBench> bench_kernels(const Config& config, const KernelBenchOp
 }
 
 std::string to_text(const std::vector<KernelBench>& benches) {
-  std::string text = fmt::format("{:<24} {:>5} {:>10} {:>9} {:>8} {:>8} {:>8}  {:<16} {}\n", "op", "", "ms", "TFLOP/s",
+  std::string text = fmt::format("{:<30} {:>5} {:>10} {:>9} {:>8} {:>8} {:>8}  {:<16} {}\n", "op", "", "ms", "TFLOP/s",
                                  "TB/s", "of best", "error", "path", "sizes");
   for (const KernelBench& bench : benches)
     text +=
-        fmt::format("{:<24} {:>5} {:>10.3f} {:>9} {:>8.3f} {:>7.1f}% {:>8.1e}  {:<16} {}\n", bench.name, bench.dtype,
+        fmt::format("{:<30} {:>5} {:>10.3f} {:>9} {:>8.3f} {:>7.1f}% {:>8.1e}  {:<16} {}\n", bench.name, bench.dtype,
                     bench.ms, bench.tflops_per_second > 0 ? fmt::format("{:.3f}", bench.tflops_per_second) : "",
                     bench.tbytes_per_second, 100 * bench.of_ceiling, bench.error, bench.path, bench.sizes);
   return text;

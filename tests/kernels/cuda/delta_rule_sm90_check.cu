@@ -1,8 +1,8 @@
 // Checks the Hopper delta rule against f64 and times it.
 //
-//   delta_rule_sm90_check check    every output and gradient of small cases; twice, bit for bit
-//   delta_rule_sm90_check bench    medians of CUDA events on the shapes that others have published
-//   delta_rule_sm90_check once N   one forward and backward of bench shape N, for profilers
+//   delta_rule_sm90_check check [PART]  all small cases, or those with PART in their names; twice, bit for bit
+//   delta_rule_sm90_check bench         medians of CUDA events on the shapes that others have published
+//   delta_rule_sm90_check once N        one forward and backward of bench shape N, for profilers
 #include <cuda_runtime.h>
 
 #include <cstdlib>
@@ -77,9 +77,15 @@ int check_states_alone(const DeltaRuleCase& c) {
   return failures;
 }
 
-int check() {
+int check(const std::string& part) {
   int failures = 0;
-  for (const DeltaRuleCase& c : check_cases()) {
+  std::vector<DeltaRuleCase> cases = check_cases();
+  std::erase_if(cases, [&](const DeltaRuleCase& c) { return c.name.find(part) == std::string::npos; });
+  if (cases.empty()) {
+    std::printf("no case has %s in its name\n", part.c_str());
+    return 1;
+  }
+  for (const DeltaRuleCase& c : cases) {
     const DeltaRuleHost host = random_inputs(c, 11);
     const DeltaRuleResults want = reference_results(c, host);
     for (const Keep keep : {Keep::kAll, Keep::kMatrices, Keep::kNothing}) {
@@ -112,7 +118,7 @@ int check() {
       }
     }
   }
-  for (const DeltaRuleCase& c : check_cases())
+  for (const DeltaRuleCase& c : cases)
     if (c.states) failures += check_states_alone(c);
   std::printf(failures == 0 ? "all checks passed\n" : "%d FAILURES\n", failures);
   return failures;
@@ -225,7 +231,7 @@ int main(int num_arguments, char** arguments) {
     std::printf("skipped: no GPU of compute capability 9.0\n");
     return 77;
   }
-  if (what == "check") return check() == 0 ? 0 : 1;
+  if (what == "check") return check(num_arguments > 2 ? arguments[2] : "") == 0 ? 0 : 1;
   if (what == "once") {
     bench(kShapes[std::atoi(arguments[2])], true);
     return 0;
