@@ -21,17 +21,18 @@ DType check_norm(const Stream& stream, const char* name, const Tensor& x, const 
 }  // namespace
 
 void rms_norm_forward(Stream& stream, Tensor y, Tensor rstd, const Tensor& x, const Tensor& w, double eps,
-                      NormWeight kind) {
+                      NormWeight kind, const Tensor& kept) {
   const DType dtype = check_norm(stream, "y", y, w, rstd);
   check_residual(stream, "x", x, dtype, y.shape());
-  PALIMPSEST_DISPATCH(stream, rms_norm_forward(stream, y, rstd, x, w, eps, kind));
+  if (kept.defined()) check_operand(stream, "kept", kept, kept.dtype() == x.dtype() ? x.dtype() : dtype, y.shape());
+  PALIMPSEST_DISPATCH(stream, rms_norm_forward(stream, y, rstd, x, w, eps, kind, kept));
 }
 
 void rms_norm_backward(Stream& stream, Tensor dx, Tensor dw, const Tensor& dy, const Tensor& x, const Tensor& w,
                        const Tensor& rstd, NormWeight kind, Write write) {
   const DType dtype = check_norm(stream, "dy", dy, w, rstd);
   check_residual(stream, "x", x, dtype, dy.shape());
-  check_operand(stream, "dx", dx, x.dtype(), x.shape());
+  check_operand(stream, "dx", dx, dtype, x.shape());
   check_contiguous_operand(stream, "dw", dw, statistics_dtype(dtype), w.shape());
   count_token_sums(stream, dw.dtype(), x.dim(0), 2 * w.numel());
   PALIMPSEST_DISPATCH(stream, rms_norm_backward(stream, dx, dw, dy, x, w, rstd, kind, write));

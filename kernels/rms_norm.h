@@ -10,9 +10,10 @@ namespace palimpsest {
 enum class NormWeight : uint8_t { kPlain, kOneCentred };
 
 // x, y [N, D] or [N, H, D] (norm over D, rows may be spaced); w [D]; rstd [N] or [N, H], overwritten, kept for
-// backward. x and dx may be of the residual stream, of the next wider type than y and dy.
+// backward. x may be of the residual stream, of the next wider type than y and dy. `kept`, where it is there, is a copy
+// of x for backward, in the type of x or rounded to that of y.
 PALIMPSEST_OP(rms_norm_forward, Stream& stream, Tensor y, Tensor rstd, const Tensor& x, const Tensor& w, double eps,
-              NormWeight kind);
+              NormWeight kind, const Tensor& kept = {});
 // dx overwritten (may be dy then) or added to; dw [D] accumulated.
 PALIMPSEST_OP(rms_norm_backward, Stream& stream, Tensor dx, Tensor dw, const Tensor& dy, const Tensor& x,
               const Tensor& w, const Tensor& rstd, NormWeight kind, Write write = Write::kOverwrite);

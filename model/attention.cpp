@@ -105,7 +105,8 @@ AttentionHeads Attention::heads(Context& context, Arena& arena, const Sequence& 
   return heads;
 }
 
-std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const {
+std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+                                          Write write) const {
   Stream& stream = context.stream;
   Arena& keep = context.activations;
   Arena::Scope scope(stream.scratch());
@@ -139,7 +140,7 @@ std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequ
     sigmoid_gate_forward(stream, gated, saved->o, gate_columns(saved->proj));
   }
   // 6. output projection
-  linear_forward(stream, y, gated.merge_columns(), o_proj_->value, Write::kOverwrite);
+  linear_forward(stream, y, gated.merge_columns(), o_proj_->value, write);
   return saved;
 }
 

@@ -25,7 +25,8 @@ class Attention : public TokenMixer {
   // Declares <prefix>self_attn.{q,k,v,o}_proj, with the options also g_proj and q_norm, k_norm.
   Attention(const ModelConfig& config, const std::string& prefix, ParameterRegistry& registry);
 
-  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+                                 Write write) const override;
   void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
                 const AwaitedTensor& dx) const override;
   double flops_per_token(int64_t row_length) const override;

@@ -118,8 +118,8 @@ Tensor DeltaMixer::convolve(Context& context, const Sequence& sequence, const Te
   return convolved;
 }
 
-std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& sequence, const Tensor& x,
-                                           Tensor y) const {
+std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+                                           Write write) const {
   Stream& stream = context.stream;
   Arena& keep = context.activations;
   Arena::Scope scope(stream.scratch());
@@ -148,7 +148,7 @@ std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& seq
   saved->rstd = keep.allocate(statistics_dtype(), {N, HV});
   const Tensor heads = normed(context, saved->o, saved->rstd, *saved);
   // 6. output projection
-  if (y.defined()) linear_forward(stream, y, heads.merge_columns(), parts_.o_proj->value, Write::kOverwrite);
+  if (y.defined()) linear_forward(stream, y, heads.merge_columns(), parts_.o_proj->value, write);
   return saved;
 }
 

@@ -57,7 +57,8 @@ class DeltaMixer : public TokenMixer {
  public:
   explicit DeltaMixer(const DeltaMixerParts& parts) : parts_(parts) {}
 
-  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+                                 Write write) const override;
   void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
                 const AwaitedTensor& dx) const override;
   double flops_per_token(int64_t row_length) const override;

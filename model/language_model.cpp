@@ -142,23 +142,17 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& given, 
 
   ExpertBalance experts(context, config_.moe, static_cast<int64_t>(routed_layers_.size()));
   // 1. embedding
-  Tensor x = keep.allocate(context.residual, {n, D});
+  const Tensor x = keep.allocate(context.residual, {n, D});
   embed(context, input.tokens, x);
   // 2. blocks
   std::vector<SavedBlock> saved;
   saved.reserve(blocks_.size());
-  const auto run_half = [&](const Residual& half, Keep keep_half) {
-    const Tensor y = keep.allocate(context.residual, {n, D});
-    SavedResidual result = half.forward(context, input.sequence, x, y, keep_half);
-    x = y;
-    return result;
-  };
   for (size_t i = 0; i < blocks_.size(); ++i) {
     const TraceRange range(blocks_[i].forward_trace.c_str());
     need_block(context, i, group_of_block(i) + 1);
     SavedBlock saved_block;
-    saved_block.mixer = run_half(blocks_[i].mixer_half(config_), keep_mixer);
-    saved_block.mlp = run_half(blocks_[i].mlp_half(config_), keep_mlp);
+    saved_block.mixer = blocks_[i].mixer_half(config_).forward(context, input.sequence, x, keep_mixer);
+    saved_block.mlp = blocks_[i].mlp_half(config_).forward(context, input.sequence, x, keep_mlp);
     saved.push_back(std::move(saved_block));
   }
   experts.finish_forward(z_sum, options.expert_load, options.grad_scale);
@@ -168,21 +162,20 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& given, 
   need_head(context, head_group_ - 1);
   if (tied) hooks.before_backward(context, embedding_group_);
   hooks.before_backward(context, head_group_);
-  const Tensor d = keep.allocate(context.residual, {n, D});
+  const Tensor d = keep.allocate(context.dtype, {n, D});
   {
     const TraceRange range("head and loss");
     Arena::Scope inner(stream.scratch());
     const Tensor rstd = stream.scratch().allocate(final_norm_->value.dtype(), {n});
     const Tensor hidden = stream.scratch().allocate(context.dtype, {n, D});
     rms_norm_forward(stream, hidden, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
-    const Tensor of_head = context.residual == context.dtype ? d : stream.scratch().allocate(context.dtype, {n, D});
-    PartialSum d_hidden(context, of_head, N);
+    PartialSum d_hidden(context, d, N);
     head_loss_forward_backward(
         context, {.loss_sum = loss_sum, .z_sum = z_sum, .d_hidden = d_hidden.all(), .d_weight = head_->grad},
         gather_tokens(context, hidden, N), {.weight = head_->value, .vocab_begin = head_->block.start[0]},
         input.targets, options.z_loss, options.grad_scale);
     d_hidden.scatter();
-    rms_norm_backward(stream, d, final_norm_->grad, of_head, x, final_norm_->value, rstd, config_.norm);
+    rms_norm_backward(stream, d, final_norm_->grad, d, x, final_norm_->value, rstd, config_.norm);
   }
   hooks.after_backward(context, head_group_);
   // 2. blocks in reverse
@@ -209,13 +202,12 @@ Tensor LanguageModel::forward_hidden(Context& context, const ModelInput& input) 
   const int64_t N = input.tokens.dim(0), D = config_.hidden_size, n = tokens_of_rank(context, N);
   Arena::Scope all(keep);
   const Tensor x = keep.allocate(context.residual, {n, D});
-  const Tensor y = keep.allocate(context.residual, {n, D});
   embed(context, input.tokens, x);
   for (size_t i = 0; i < blocks_.size(); ++i) {
     Arena::Scope scope(keep);
     need_block(context, i, group_of_block(i) + 1);
-    blocks_[i].mixer_half(config_).forward(context, input.sequence, x, y, Keep::kRecompute);
-    blocks_[i].mlp_half(config_).forward(context, input.sequence, y, x, Keep::kRecompute);
+    blocks_[i].mixer_half(config_).forward(context, input.sequence, x, Keep::kNothing);
+    blocks_[i].mlp_half(config_).forward(context, input.sequence, x, Keep::kNothing);
   }
   need_head(context, ParameterHooks::kNoGroup);
   const Tensor hidden = stream.scratch().allocate(context.dtype, {n, D});
@@ -265,7 +257,6 @@ std::string LanguageModel::first_non_finite_output(Context& context, const Model
   Communicator& world = context.mesh.world();
   const ModelInput input = on_device(context, given);
   const Tensor x = keep.allocate(context.residual, {tokens_of_rank(context, input.tokens.dim(0)), config_.hidden_size});
-  const Tensor y = keep.allocate(context.residual, x.shape());
   std::string first;
   // Goes on to the end, so that all ranks send each other the same whatever each of them finds.
   const auto look_at = [&](const Tensor& output, const std::string& name) {
@@ -278,9 +269,9 @@ std::string LanguageModel::first_non_finite_output(Context& context, const Model
   for (size_t i = 0; i < blocks_.size(); ++i) {
     Arena::Scope block_scope(keep);
     need_block(context, i, group_of_block(i) + 1);
-    blocks_[i].mixer_half(config_).forward(context, input.sequence, x, y, Keep::kRecompute);
-    look_at(y, fmt::format("the {} mixer of model.layers.{}", blocks_[i].kind, i));
-    blocks_[i].mlp_half(config_).forward(context, input.sequence, y, x, Keep::kRecompute);
+    blocks_[i].mixer_half(config_).forward(context, input.sequence, x, Keep::kNothing);
+    look_at(x, fmt::format("the {} mixer of model.layers.{}", blocks_[i].kind, i));
+    blocks_[i].mlp_half(config_).forward(context, input.sequence, x, Keep::kNothing);
     look_at(x, fmt::format("the feed-forward of model.layers.{}", i));
   }
   return first;
@@ -322,7 +313,7 @@ void LanguageModel::extend(Context& context, DecodeStates& states, const Tensor&
     add(stream, x, x, y);
     Arena::Scope inner(context.activations);
     rms_norm_forward(stream, normed, rstd, x, block.mlp_norm->value, config_.norm_eps, config_.norm);
-    block.mlp->forward(context, sequence, normed, y);
+    block.mlp->forward(context, sequence, normed, y, Write::kOverwrite);
     tensor.all_reduce(stream, y, ReduceOp::kSum);
     add(stream, x, x, y);
   }

@@ -10,6 +10,7 @@
 #include "kernels/documents.h"
 #include "kernels/stream.h"
 #include "kernels/tensor.h"
+#include "kernels/write.h"
 #include "model/parameter_hooks.h"
 #include "parallel/late_tensor.h"
 #include "parallel/mesh.h"
@@ -59,11 +60,12 @@ class Branch {
  public:
   virtual ~Branch() = default;
 
-  // Whether forward's y may be f32 beside bf16 operands: the sums of its last product as they are.
-  virtual bool has_wide_output() const { return true; }
-  // y [N, D] = f(x [N, D]); y overwritten. When y is absent only what backward needs is computed (recomputation).
-  virtual std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x,
-                                         Tensor y) const = 0;
+  // Whether forward can add to y, which may then be f32 beside bf16 operands: y takes the sums of its last product as
+  // they are.
+  virtual bool adds_to_output() const { return true; }
+  // y [N, D] = f(x [N, D]), or y += ... When y is absent only what backward needs is computed (recomputation).
+  virtual std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+                                         Write write) const = 0;
   // dx [N, D] overwritten; gradients of the weights accumulated. x holds the same values as in forward. With tensor
   // ranks x is still coming and dx awaited: x is best used last, and dx filled before the gradients of the weights.
   virtual void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x,

@@ -112,7 +112,8 @@ MlaProjections Mla::project(Context& context, Arena& arena, const Sequence& sequ
   return out;
 }
 
-std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const {
+std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+                                    Write write) const {
   Stream& stream = context.stream;
   Arena& keep = context.activations;
   Arena& scratch = stream.scratch();
@@ -137,7 +138,7 @@ std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, 
   attention_forward(stream, saved->o, saved->lse, saved->q, k, v, scale_, sequence.documents, sequence.documents);
   if (passed) attend_to_earlier_ranges(context, *passed, saved->q, saved->o, saved->lse);
   // 7. output projection
-  if (y.defined()) linear_forward(stream, y, saved->o.merge_columns(), o_proj_->value, Write::kOverwrite);
+  if (y.defined()) linear_forward(stream, y, saved->o.merge_columns(), o_proj_->value, write);
   return saved;
 }
 

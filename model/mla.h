@@ -30,7 +30,8 @@ class Mla : public TokenMixer {
   // q_a_proj, q_a_layernorm, q_b_proj in place of q_proj.
   Mla(const ModelConfig& config, const std::string& prefix, ParameterRegistry& registry);
 
-  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+                                 Write write) const override;
   void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
                 const AwaitedTensor& dx) const override;
   double flops_per_token(int64_t row_length) const override;

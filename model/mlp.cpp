@@ -23,7 +23,7 @@ Mlp::Mlp(int64_t intermediate_size, const std::string& field, int64_t hidden_siz
       {.name = prefix + "down_proj.weight", .shape = {hidden_size, F}, .split = TensorSplit::kColumns, .units = F});
 }
 
-std::unique_ptr<Saved> Mlp::forward(Context& context, const Sequence&, const Tensor& x, Tensor y) const {
+std::unique_ptr<Saved> Mlp::forward(Context& context, const Sequence&, const Tensor& x, Tensor y, Write write) const {
   Stream& stream = context.stream;
   Arena::Scope scope(stream.scratch());
   const int64_t N = x.dim(0);
@@ -36,7 +36,7 @@ std::unique_ptr<Saved> Mlp::forward(Context& context, const Sequence&, const Ten
   const Tensor h = stream.scratch().allocate(context.dtype, {N, intermediate_size_});
   swiglu_forward(stream, h, saved->gate_up);
   // 3. down
-  linear_forward(stream, y, h, down_->value, Write::kOverwrite);
+  linear_forward(stream, y, h, down_->value, write);
   return saved;
 }
 

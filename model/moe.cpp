@@ -79,7 +79,9 @@ Tensor Moe::router_logits(Context& context, const Tensor& x) const {
   return logits;
 }
 
-std::unique_ptr<Saved> Moe::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const {
+std::unique_ptr<Saved> Moe::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+                                    Write write) const {
+  CHECK(write == Write::kOverwrite, "experts do not add to their output");
   Stream& stream = context.stream;
   Arena& keep = context.activations;
   Arena& scratch = stream.scratch();
@@ -91,11 +93,11 @@ std::unique_ptr<Saved> Moe::forward(Context& context, const Sequence& sequence, 
   if (shared_gate_) {
     saved->shared_y = keep.allocate(context.dtype, {N, D});
     saved->shared_z = keep.allocate(context.dtype, {N, 1});
-    saved->shared = shared_->forward(context, sequence, x, saved->shared_y);
+    saved->shared = shared_->forward(context, sequence, x, saved->shared_y, Write::kOverwrite);
     linear_forward(stream, saved->shared_z, x, shared_gate_->value, Write::kOverwrite);
     if (y.defined()) token_gate_forward(stream, y, saved->shared_y, saved->shared_z);
   } else if (shared_) {
-    saved->shared = shared_->forward(context, sequence, x, y);
+    saved->shared = shared_->forward(context, sequence, x, y, Write::kOverwrite);
   }
   // 2. routing
   saved->routing = {.scores = keep.allocate(statistics, {N, E}),

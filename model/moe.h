@@ -27,8 +27,9 @@ class Moe : public FeedForward {
   // counts the layers with experts.
   Moe(const ModelConfig& config, int64_t index, const std::string& prefix, ParameterRegistry& registry);
 
-  bool has_wide_output() const override { return false; }  // rows of experts are added up in their own type
-  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y) const override;
+  bool adds_to_output() const override { return false; }  // rows of experts are added up in their own type
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+                                 Write write) const override;
   void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
                 const AwaitedTensor& dx) const override;
   double flops_per_token() const override;

@@ -241,7 +241,8 @@ DType dtype_of(Precision precision) {
 
 ActivationTypes types_of(const Config& config) {
   const DType dtype = dtype_of(config.precision);
-  return {dtype, config.residual == Precision::kAuto ? dtype : dtype_of(config.residual)};
+  if (config.residual != Precision::kAuto) return {dtype, dtype_of(config.residual)};
+  return {dtype, dtype == DType::kBF16 ? DType::kF32 : dtype};
 }
 
 std::string to_yaml(const Config& config) {

@@ -227,7 +227,8 @@ struct Config {
     v("run", run, "where a run lives and what it is seeded with");
     v("device", device, "cpu or cuda; auto: cuda where there is a GPU");
     v("precision", precision, "f32, bf16 (cuda) or f64 (cpu); auto: bf16 on cuda, f32 on the CPU");
-    v("residual", residual, "type of the residual stream: as precision (auto) or the next wider, f32 beside bf16");
+    v("residual", residual,
+      "type of the residual stream: as precision or the next wider; auto: f32 beside bf16, else as precision");
     v("resume", resume, "auto: continue run.dir if it holds a checkpoint; none: start afresh; or a checkpoint's path");
     v("from", from, "run, checkpoint or imported model whose weights are taken; null: none");
     v("hardware", hardware, "what the run stands on");

@@ -43,16 +43,25 @@ template <GateActivation kActivation, class T>
   return kActivation == GateActivation::kSigmoid ? open * (T(1) - open) : open * (T(1) + z * (T(1) - open));
 }
 
+template <class To, class From>
+void copy_row(To* to, const From* from, int64_t D) {
+  for (int64_t i = 0; i < D; ++i) to[i] = static_cast<To>(from[i]);
+}
+
 // y = row(token, offset of the head)(i, n_i) over the normalised n_i. R: the type of x, where that is the residual
-// stream.
+// stream. `kept`: a copy of x in either type, or absent.
 template <class T, class R, class Row>
-void forward_rows(const Tensor& y, const Tensor& rstd, const Tensor& x, double eps, Row row) {
+void forward_rows(const Tensor& y, const Tensor& rstd, const Tensor& x, double eps, const Tensor& kept, Row row) {
   const NormShape shape(x);
   const Rows<T> y_rows(y);
   const Rows<R> x_rows(x);
   T* rstd_out = rstd.data<T>();
   parallel_ranges(shape.N, kTokens, [=](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n)
+    for (int64_t n = begin; n < end; ++n) {
+      if (kept.defined() && kept.dtype() == DTypeOf<T>::value)
+        copy_row(Rows<T>(kept)[n], x_rows[n], shape.H * shape.D);
+      else if (kept.defined())
+        copy_row(Rows<R>(kept)[n], x_rows[n], shape.H * shape.D);
       for (int64_t h = 0; h < shape.H; ++h) {
         const R* from = x_rows[n] + h * shape.D;
         T* to = y_rows[n] + h * shape.D;
@@ -62,6 +71,7 @@ void forward_rows(const Tensor& y, const Tensor& rstd, const Tensor& x, double e
 #pragma omp simd
         for (int64_t i = 0; i < shape.D; ++i) to[i] = value(i, static_cast<T>(from[i] * r));
       }
+    }
   });
 }
 
@@ -70,8 +80,8 @@ template <class T, class R, class Row>
 void backward_rows(Stream& stream, const Tensor& dx, const Tensor& dw, const Tensor& dy, const Tensor& x,
                    const Tensor& rstd, Write write, Row row) {
   const NormShape shape(x);
-  const Rows<T> dy_rows(dy);
-  const Rows<R> dx_rows(dx), x_rows(x);
+  const Rows<T> dy_rows(dy), dx_rows(dx);
+  const Rows<R> x_rows(x);
   const T* rstd_in = rstd.data<T>();
   const bool accumulates = write == Write::kAccumulate;
   const Arena::Scope scope(stream.scratch());
@@ -86,7 +96,7 @@ void backward_rows(Stream& stream, const Tensor& dx, const Tensor& dw, const Ten
       for (int64_t h = 0; h < shape.H; ++h) {
         const R* from = x_rows[n] + h * shape.D;
         const T* gradient = dy_rows[n] + h * shape.D;
-        R* to = dx_rows[n] + h * shape.D;
+        T* to = dx_rows[n] + h * shape.D;
         const T r = rstd_in[n * shape.H + h];
         const auto slope = row(n, h * shape.D);
 #pragma omp simd
@@ -94,7 +104,8 @@ void backward_rows(Stream& stream, const Tensor& dx, const Tensor& dw, const Ten
         const R dot = lane_sum<R>(shape.D, [=](int64_t i) { return dn[i] * from[i]; });
         const R mean = dot * r / static_cast<R>(shape.D);
 #pragma omp simd
-        for (int64_t i = 0; i < shape.D; ++i) to[i] = (accumulates ? to[i] : R(0)) + r * (dn[i] - from[i] * r * mean);
+        for (int64_t i = 0; i < shape.D; ++i)
+          to[i] = static_cast<T>((accumulates ? to[i] : T(0)) + r * (dn[i] - from[i] * r * mean));
       }
   });
   add_token_sums(dw.data<T>(), sums);
@@ -103,7 +114,7 @@ void backward_rows(Stream& stream, const Tensor& dx, const Tensor& dw, const Ten
 template <GateActivation kActivation, class T>
 void gated_forward(const Tensor& y, const Tensor& rstd, const Tensor& o, const Tensor& z, const Tensor& w, double eps) {
   const Rows<T> z_rows(z);
-  forward_rows<T, T>(y, rstd, o, eps, [z_rows, weight = w.data<T>()](int64_t n, int64_t at) {
+  forward_rows<T, T>(y, rstd, o, eps, {}, [z_rows, weight = w.data<T>()](int64_t n, int64_t at) {
     return [weight, gate = z_rows[n] + at](int64_t i, T x) { return weight[i] * x * gate_of<kActivation>(gate[i]); };
   });
 }
@@ -125,10 +136,11 @@ void gated_backward(Stream& stream, const Tensor& d_o, const Tensor& dz, const T
 
 }  // namespace
 
-void rms_norm_forward(Stream&, Tensor y, Tensor rstd, const Tensor& x, const Tensor& w, double eps, NormWeight kind) {
+void rms_norm_forward(Stream&, Tensor y, Tensor rstd, const Tensor& x, const Tensor& w, double eps, NormWeight kind,
+                      const Tensor& kept) {
   with_residual(y.dtype(), x.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
-    forward_rows<T, decltype(wide)>(y, rstd, x, eps,
+    forward_rows<T, decltype(wide)>(y, rstd, x, eps, kept,
                                     [weight = w.data<T>(), centre = centre_of<T>(kind)](int64_t, int64_t) {
                                       return [weight, centre](int64_t i, T n) { return (weight[i] + centre) * n; };
                                     });

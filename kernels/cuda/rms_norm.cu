@@ -50,10 +50,10 @@ struct Gated {
   static constexpr GateActivation kActivation = kKind;
 };
 
-// R: the type of x, where that is the residual stream.
+// R: the type of x, where that is the residual stream. At most one of kept and rounded is there: a copy of x.
 template <int kPack, class T, class R, class Gate>
 __global__ void norm_fwd_kernel(NormShape shape, Rows<T> y, float* rstd, Rows<R> x, Rows<T> z, const float* w,
-                                float centre, float eps) {
+                                float centre, float eps, Rows<R> kept, Rows<T> rounded) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t r = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
   if (r >= shape.num_rows()) return;
@@ -72,6 +72,10 @@ __global__ void norm_fwd_kernel(NormShape shape, Rows<T> y, float* rstd, Rows<R>
     float value[kPack], weight[kPack];
     load(from + i, value);
     load(w + i, weight);
+    if constexpr (!Gate::kGated) {
+      if (kept.data != nullptr) store(head_row(kept, shape, r) + i, value);
+      if (rounded.data != nullptr) store(head_row(rounded, shape, r) + i, value);
+    }
 #pragma unroll
     for (int c = 0; c < kPack; ++c) value[c] = (weight[c] + centre) * (value[c] * factor);
     if constexpr (Gate::kGated) {
@@ -86,7 +90,7 @@ __global__ void norm_fwd_kernel(NormShape shape, Rows<T> y, float* rstd, Rows<R>
 
 // Shared memory: [warps, D] f32, the warps' sums of dw.
 template <int kPack, class T, class R, class Gate>
-__global__ void norm_bwd_kernel(NormShape shape, Rows<R> dx, Rows<T> dz, float* sums, Rows<T> dy, Rows<R> x, Rows<T> z,
+__global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* sums, Rows<T> dy, Rows<R> x, Rows<T> z,
                                 const float* w, const float* rstd, float centre, Write write) {
   extern __shared__ float warp_sums[];
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -116,7 +120,7 @@ __global__ void norm_bwd_kernel(NormShape shape, Rows<R> dx, Rows<T> dz, float* 
       for (int c = 0; c < kPack; ++c) dot += d[c] * (weight[c] + centre) * value[c];
     }
     const float mean = warp_sum(dot) * factor / static_cast<float>(D);
-    R* to = head_row(dx, shape, r);
+    T* to = head_row(dx, shape, r);
     for (int64_t i = lane * kPack; i < D; i += kWarp * kPack) {
       float value[kPack], d[kPack], weight[kPack], result[kPack];
       load(from + i, value);
@@ -167,16 +171,18 @@ void with_types(DType dtype, DType residual, Body body) {
 
 template <class Gate>
 void forward(const Stream& stream, const Tensor& y, const Tensor& rstd, const Tensor& x, const Tensor& z,
-             const Tensor& w, double eps, float centre) {
+             const Tensor& w, double eps, float centre, const Tensor& kept) {
   const NormShape shape(x);
   constexpr int kThreads = 256;
   with_types<Gate>(y.dtype(), x.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
     using R = decltype(wide);
-    with_pack({&y, &x, &z, &w}, shape.D, [&](auto pack) {
+    const bool as_it_is = kept.defined() && kept.dtype() == x.dtype();
+    with_pack({&y, &x, &z, &w, &kept}, shape.D, [&](auto pack) {
       launch(stream, norm_fwd_kernel<decltype(pack)::value, T, R, Gate>,
              {.grid_x = ceil_div(shape.num_rows(), kThreads / kWarp), .threads = kThreads}, shape, Rows<T>(y),
-             rstd.data<float>(), Rows<R>(x), Rows<T>(z), w.data<float>(), centre, static_cast<float>(eps));
+             rstd.data<float>(), Rows<R>(x), Rows<T>(z), w.data<float>(), centre, static_cast<float>(eps),
+             Rows<R>(as_it_is ? kept : Tensor()), Rows<T>(as_it_is ? Tensor() : kept));
     });
   });
 }
@@ -198,7 +204,7 @@ void backward(const Stream& stream, const Tensor& dx, const Tensor& dz, const Te
     with_pack({&dx, &dz, &dy, &x, &z, &w}, shape.D, [&](auto pack) {
       launch(stream, norm_bwd_kernel<decltype(pack)::value, T, R, Gate>,
              {.grid_x = blocks, .threads = static_cast<int>(warps) * kWarp, .shared_bytes = warps * row_bytes}, shape,
-             Rows<R>(dx), Rows<T>(dz), sums.data<float>(), Rows<T>(dy), Rows<R>(x), Rows<T>(z), w.data<float>(),
+             Rows<T>(dx), Rows<T>(dz), sums.data<float>(), Rows<T>(dy), Rows<R>(x), Rows<T>(z), w.data<float>(),
              rstd.data<float>(), centre, write);
     });
   });
@@ -213,8 +219,8 @@ float centre_of(NormWeight kind) {
 }  // namespace
 
 void rms_norm_forward(Stream& stream, Tensor y, Tensor rstd, const Tensor& x, const Tensor& w, double eps,
-                      NormWeight kind) {
-  forward<NoGate>(stream, y, rstd, x, {}, w, eps, centre_of(kind));
+                      NormWeight kind, const Tensor& kept) {
+  forward<NoGate>(stream, y, rstd, x, {}, w, eps, centre_of(kind), kept);
 }
 
 void rms_norm_backward(Stream& stream, Tensor dx, Tensor dw, const Tensor& dy, const Tensor& x, const Tensor& w,
@@ -226,7 +232,7 @@ void gated_rms_norm_forward(Stream& stream, Tensor y, Tensor rstd, const Tensor&
                             double eps, GateActivation activation) {
   const auto run = activation == GateActivation::kSigmoid ? forward<Gated<GateActivation::kSigmoid>>
                                                           : forward<Gated<GateActivation::kSilu>>;
-  run(stream, y, rstd, o, z, w, eps, 0.0F);
+  run(stream, y, rstd, o, z, w, eps, 0.0F, {});
 }
 
 void gated_rms_norm_backward(Stream& stream, Tensor d_o, Tensor dz, Tensor dw, const Tensor& dy, const Tensor& o,

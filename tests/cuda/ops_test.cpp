@@ -100,23 +100,26 @@ TEST(CudaRmsNorm, MatchesTheCpu) {
       expect_same_on_gpu([=, N = N, D = D, gap = gap](Lab& lab) {
         const Shape shape = {N, D};
         const Tensor x = lab.input("x", shape, 2, gap), w = lab.weight("w", {D}), rstd = lab.statistics("rstd", {N});
-        rms_norm_forward(lab.stream(), lab.output("y", shape), rstd, x, w, 1e-5, kind);
+        rms_norm_forward(lab.stream(), lab.output("y", shape), rstd, x, w, 1e-5, kind, lab.output("kept", shape, gap));
         const Tensor dy = lab.in_place("dy", shape), dw = lab.accumulated("dw", {D});
         rms_norm_backward(lab.stream(), lab.output("dx", shape, gap), dw, dy, x, w, rstd, kind);
         rms_norm_backward(lab.stream(), dy, dw, dy, x, w, rstd, kind);
       });
 }
 
-TEST(CudaRmsNorm, AddsToTheGradientOfAWideStream) {
+TEST(CudaRmsNorm, TakesAWideStreamAndAddsToItsGradient) {
   for (const auto& [N, D] : {std::pair{200, 1024}, std::pair{63, 37}})
     expect_same_on_gpu([N = N, D = D](Lab& lab) {
       const Shape shape = {N, D};
       const Tensor x = lab.weight("x", shape, 2), w = lab.weight("w", {D}), rstd = lab.statistics("rstd", {N});
       const Tensor dy = lab.input("dy", shape), narrow = lab.input("narrow", shape);
-      rms_norm_forward(lab.stream(), lab.output("y", shape), rstd, x, w, 1e-5, NormWeight::kPlain);
-      rms_norm_backward(lab.stream(), lab.accumulated("dx", shape), lab.accumulated("dw", {D}), dy, x, w, rstd,
+      rms_norm_forward(lab.stream(), lab.output("y", shape), rstd, x, w, 1e-5, NormWeight::kPlain,
+                       lab.statistics("kept", shape));
+      rms_norm_forward(lab.stream(), lab.output("y again", shape), rstd, x, w, 1e-5, NormWeight::kPlain,
+                       lab.output("rounded", shape, 4));
+      rms_norm_backward(lab.stream(), lab.in_place("dx", shape), lab.accumulated("dw", {D}), dy, x, w, rstd,
                         NormWeight::kPlain, Write::kAccumulate);
-      rms_norm_backward(lab.stream(), lab.statistics("dx alone", shape), lab.accumulated("dw 2", {D}), dy, x, w, rstd,
+      rms_norm_backward(lab.stream(), lab.output("dx alone", shape), lab.accumulated("dw 2", {D}), dy, x, w, rstd,
                         NormWeight::kPlain);
       rms_norm_backward(lab.stream(), lab.in_place("narrow dx", shape), lab.accumulated("dw 3", {D}), dy, narrow, w,
                         rstd, NormWeight::kPlain, Write::kAccumulate);

@@ -102,16 +102,18 @@ INSTANTIATE_TEST_SUITE_P(Cases, RmsNormCase,
                                            NormCase{DType::kF64, {N, D}, NormWeight::kOneCentred},
                                            NormCase{DType::kF64, {N, H, D}, NormWeight::kPlain}));
 
-// The stream's x in f64 and its gradient, beside operands in f32: as in f64 throughout, to the rounding of those.
+// The stream's x in f64 beside operands and gradients in f32: as in f64 throughout, to the rounding of those.
 TEST(RmsNorm, TakesAWideStreamAndAddsToItsGradient) {
   CpuStream stream;
   for (const Shape& shape : {Shape{N, D}, Shape{N, H, D}}) {
     const Shape rstd_shape = shape.num_dims() == 3 ? Shape{N, H} : Shape{N};
     const OwnedTensor x = random_tensor(DType::kF64, shape, 1, 2, 5), w = random_tensor(DType::kF32, {D}, 2);
-    const OwnedTensor dy = random_tensor(DType::kF32, shape, 3), before = random_tensor(DType::kF64, shape, 4);
+    const OwnedTensor dy = random_tensor(DType::kF32, shape, 3), before = random_tensor(DType::kF32, shape, 4);
     const OwnedTensor y(DType::kF32, shape, 3), rstd(DType::kF32, rstd_shape), dw(DType::kF32, {D});
-    const OwnedTensor dx = converted(before, DType::kF64, 2), dx_alone(DType::kF64, shape);
-    rms_norm_forward(stream, y, rstd, x, w, kEps, NormWeight::kPlain);
+    const OwnedTensor dx = converted(before, DType::kF32, 2), dx_alone(DType::kF32, shape);
+    const OwnedTensor kept(DType::kF64, shape, 1), rounded(DType::kF32, shape, 4);
+    rms_norm_forward(stream, y, rstd, x, w, kEps, NormWeight::kPlain, rounded);
+    rms_norm_forward(stream, y, rstd, x, w, kEps, NormWeight::kPlain, kept);
     fill(dw, 0);
     rms_norm_backward(stream, dx, dw, dy, x, w, rstd, NormWeight::kPlain, Write::kAccumulate);
     rms_norm_backward(stream, dx_alone, dw, dy, x, w, rstd, NormWeight::kPlain);
@@ -125,6 +127,10 @@ TEST(RmsNorm, TakesAWideStreamAndAddsToItsGradient) {
     const std::vector<double> old = values_of(before);
     for (size_t i = 0; i < sum.size(); ++i) sum[i] += old[i];
     for (double& value : twice) value *= 2;
+    EXPECT_EQ(values_of(kept), values_of(x));
+    EXPECT_EQ(values_of(rounded), values_of(converted(x, DType::kF32)));
+    EXPECT_TRUE(kept.surroundings_untouched());
+    EXPECT_TRUE(rounded.surroundings_untouched());
     EXPECT_TRUE(is_close(y, y64, 1e-6));
     EXPECT_TRUE(is_close(rstd, rstd64, 1e-6));
     EXPECT_TRUE(is_close(dx_alone, dx64, 1e-6));
