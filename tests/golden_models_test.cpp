@@ -240,12 +240,12 @@ struct Bf16Limits {
   static constexpr double logits = 2e-2, token_loss = 5e-3, gradient = 5e-2;
   // Rounding turns near ties of a router: some tokens go through other experts, and gradients are not compared.
   static constexpr double logits_of_experts = 0.3, token_loss_of_experts = 5e-2;
-  // A model may magnify any rounding: in qwen3_next_dense the heads of the first layer read almost nothing at some
-  // early tokens, and the norm behind them divides by that. What bf16 allows there is then found by computing: in f32
-  // on the CPU, with nothing rounded but the weights of the products (and the embedding, where the stream is bf16). A
-  // trainer in bf16 rounds three times more on the way to the next product, by as much each time: the product's input,
-  // its result, and what the op behind it makes of that. Four independent errors of a size come to twice one of them;
-  // a gradient, which is a few numbers, may come to somewhat more. What exceeds that is an inaccuracy of a kernel.
+  // A model may magnify any rounding: in qwen3_next_dense some heads read almost nothing at some tokens, and the norm
+  // behind them divides by that. What bf16 allows is then found by computing: in f32 on the CPU, with nothing rounded
+  // but the weights of the products (and the embedding, where the stream is bf16). A trainer in bf16 rounds three times
+  // more on the way to the next product, by as much each time: the product's input, its result, and what the op behind
+  // it makes of that. Four independent errors of a size come to twice one of them; the gradient of one tensor may come
+  // to somewhat more. What exceeds that is an inaccuracy of a kernel.
   static constexpr double of_rounded_weights = 2.0, gradient_of_rounded_weights = 2.5;
 };
 

@@ -139,6 +139,28 @@ TEST(ActivationCheckpointing, ChangesNoBit) {
   EXPECT_EQ(gradients[0], gradients[2]);
 }
 
+// Backward reads a stream in f64 as it was rounded to f32, except where it computes a branch again. Neither is f32.
+TEST(WideStream, BackwardReadsItRoundedOrAsItWas) {
+  const OwnedBatch batch(random_documents({45, 22}, kVocab, 1));
+  const auto gradients_with = [&](Precision precision, Precision residual, ActivationCheckpointing checkpointing) {
+    Config config = tiny_config(precision, mixer_kinds());
+    config.residual = residual;
+    config.train.activation_checkpointing = checkpointing;
+    TinyRun run(config);
+    run.step().begin(batch.num_targets());
+    run.step().accumulate(batch.input());
+    return gradients_of(run.registry());
+  };
+  const auto exact = gradients_with(Precision::kF64, Precision::kF64, ActivationCheckpointing::kNone);
+  const auto narrow = gradients_with(Precision::kF32, Precision::kF32, ActivationCheckpointing::kNone);
+  for (const auto checkpointing :
+       {ActivationCheckpointing::kNone, ActivationCheckpointing::kSelective, ActivationCheckpointing::kFull}) {
+    const auto wide = gradients_with(Precision::kF32, Precision::kF64, checkpointing);
+    EXPECT_LE(support::relative_error(wide, exact), 2e-6);
+    EXPECT_NE(wide, narrow);
+  }
+}
+
 // ---- packing --------------------------------------------------------------------------------------------------------
 
 TEST(Packing, DocumentsDoNotSeeEachOther) {
