@@ -21,12 +21,13 @@ SavedResidual Residual::forward(Context& context, const Sequence& sequence, Tens
   const int64_t mark = context.activations.mark();
   const int64_t N = sequence.documents.num_tokens();
   const Tensor x_normed = gather_tokens(context, normed(context, x, saved.rstd, saved.x), N);
-  const bool has_wide_sums = context.dtype == DType::kBF16 && branch_.adds_to_output();
-  const DType sums = has_wide_sums ? context.residual : context.dtype;
-  if (context.mesh.tensor().size() == 1 && branch_.adds_to_output() && sums == context.residual) {
+  // What travels between tensor ranks is in the type of activations.
+  const bool adds = context.mesh.tensor().size() == 1 && branch_.adds_to_output() &&
+                    (context.residual == context.dtype || context.dtype == DType::kBF16);
+  if (adds) {
     saved.branch = branch_.forward(context, sequence, x_normed, x, Write::kAccumulate);
   } else {
-    const Tensor of_branch = scratch.allocate(sums, x.shape());
+    const Tensor of_branch = scratch.allocate(context.dtype, x.shape());
     PartialSum out(context, of_branch, N);
     saved.branch = branch_.forward(context, sequence, x_normed, out.all(), Write::kOverwrite);
     out.scatter();
