@@ -110,6 +110,7 @@ void run_forward(Stream& stream, const Tensor& o, const Tensor& lse, const Tenso
                  double scale, const Documents& queries, const Documents& keys, const std::vector<bool>& taken) {
   const Arena::Scope scope(stream.scratch());
   const BlockList blocks = make_blocks(stream, queries, taken);
+  if (blocks.num_blocks == 0) return;
   const DocumentList key_documents = upload(stream, keys);
   with_head_units(q.dtype(), q.dim(2), v.dim(2), [&](auto zero, auto units) {
     using T = decltype(zero);

@@ -41,6 +41,7 @@ inline BlockList make_blocks(const Stream& stream, const Documents& documents, c
     const bool is_taken = !taken.empty() && taken[static_cast<size_t>(document)];
     first_block.push_back(first_block.back() + (is_taken ? 0 : ceil_div(documents.length(document), kBlock)));
   }
+  if (first_block.back() == 0) return {};
   return {upload(stream, documents), upload_numbers(stream, first_block), first_block.back()};
 }
 

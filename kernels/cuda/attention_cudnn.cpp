@@ -46,15 +46,17 @@ class GraphMaker {
 
  private:
   void describe(graph::Tensor_attributes& tensor, Operand operand, int64_t heads, int64_t size, int64_t row) const {
+    const bool is_of_keys = operand == kK || operand == kV || operand == kDK || operand == kDV;
+    const int64_t S = is_of_keys ? shape_.S_keys : shape_.S;
     tensor.set_uid(operand)
-        .set_dim({shape_.B, heads, shape_.S, size})
-        .set_stride({shape_.S * row, size, row, 1})
+        .set_dim({shape_.B, heads, S, size})
+        .set_stride({S * row, size, row, 1})
         .set_data_type(DataType_t::BFLOAT16);
   }
   void describe_lse(graph::Tensor_attributes& tensor) const {
     tensor.set_uid(kLse)
         .set_dim({shape_.B, shape_.H, shape_.S, 1})
-        .set_stride({shape_.H * shape_.S, shape_.S, 1, 1})
+        .set_stride({shape_.H * shape_.S, shape_.lse_in_rows ? 1 : shape_.S, shape_.lse_in_rows ? shape_.H : 1, 1})
         .set_data_type(DataType_t::FLOAT);
   }
   TensorHandle input(Operand operand, int64_t heads, int64_t size, int64_t row) {
@@ -71,7 +73,7 @@ class GraphMaker {
   }
   template <class Attributes>
   void set_common(Attributes& attributes) {
-    attributes.set_attn_scale(shape_.scale).set_causal_mask(true);
+    attributes.set_attn_scale(shape_.scale).set_causal_mask(shape_.is_causal);
     if (shape_.ends_early)
       attributes.set_padding_mask(true).set_seq_len_q(lengths(kQueryLengths)).set_seq_len_kv(lengths(kKeyLengths));
   }
@@ -155,7 +157,8 @@ bool FusedAttention::serves(const FusedShape& shape, int64_t workspace_bytes) {
 void FusedAttention::run(const FusedShape& shape, const FusedOperands& operands, void* workspace) {
   std::unordered_map<int64_t, void*> addresses = {
       {kQ, operands.q}, {kK, operands.k}, {kV, operands.v}, {kO, operands.o}, {kLse, operands.lse}};
-  if (shape.ends_early) addresses.insert({{kQueryLengths, operands.lengths}, {kKeyLengths, operands.lengths}});
+  if (shape.ends_early)
+    addresses.insert({{kQueryLengths, operands.query_lengths}, {kKeyLengths, operands.key_lengths}});
   if (shape.is_backward)
     addresses.insert({{kDO, operands.d_o}, {kDQ, operands.dq}, {kDK, operands.dk}, {kDV, operands.dv}});
   auto status = parts_->plans.at(shape).graph->execute(parts_->handle, addresses, workspace);

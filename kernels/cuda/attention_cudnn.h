@@ -10,12 +10,14 @@ struct CUstream_st;  // what a cudaStream_t points to
 
 namespace palimpsest::cuda {
 
-// Causal attention in bf16 over B sequences of S tokens, one behind the other; H query heads, of which H / HKV share a
-// key head; keys of K and values of V elements. Backward sums in a fixed order.
+// Attention in bf16 over B sequences, one behind the other, of S queries and S_keys keys; H query heads, of which H /
+// HKV share a key head; keys of K and values of V elements. Backward sums in a fixed order.
 struct FusedShape {
   bool is_backward = false;
-  bool ends_early = false;  // sequences may be shorter than S
-  int64_t B = 0, S = 0, H = 0, HKV = 0, K = 0, V = 0;
+  bool is_causal = true;     // query i sees the keys up to i; otherwise all
+  bool ends_early = false;   // sequences may be shorter than S and S_keys
+  bool lse_in_rows = false;  // [B, S, H]; forward alone
+  int64_t B = 0, S = 0, S_keys = 0, H = 0, HKV = 0, K = 0, V = 0;
   float scale = 1.0F;
   // Elements from a token to the next; those of gradients in backward alone.
   int64_t q_row = 0, k_row = 0, v_row = 0, o_row = 0;
@@ -29,8 +31,8 @@ struct FusedShape {
 struct FusedOperands {
   void *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
   void *d_o = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr;
-  float* lse = nullptr;        // [B, H, S]
-  int32_t* lengths = nullptr;  // [B], of sequences that end early
+  float* lse = nullptr;                                      // [B, H, S]
+  int32_t *query_lengths = nullptr, *key_lengths = nullptr;  // [B], of sequences that end early
 };
 
 class FusedAttention {

@@ -1,21 +1,20 @@
-// Which documents of a batch go to cuDNN's fused attention, and in which pieces.
+// Softmax attention by cuDNN: which documents of a batch it serves, and in which pieces; and keys before the queries.
 //
 // Documents of one length, a multiple of 128, are sequences as they lie. Others are copied into sequences of a power of
-// two tokens, zero behind their ends, so that a batch of any documents needs few plans; short ones stay with the plain
-// kernels. In a fixed order of sums the library keeps every dS of backward in memory, so it gets as many sequences and
-// heads at once as stay within kScoreBytes.
+// two tokens, so that a batch of any documents needs few plans; short ones stay with the plain kernels. In backward a
+// document whose dS would take too much memory is cut into pieces, each of which sees itself and then, one by one,
+// those before it.
 #pragma once
 
-#include <cstddef>
 #include <vector>
 
-#include "kernels/attention.h"
-#include "kernels/cuda/attention_cudnn.h"
+#include "kernels/cuda/attention_slices.h"
 
 namespace palimpsest::cuda {
 
 struct FusedRule {
-  int64_t shortest = 256;  // tokens of a document that is worth a sequence; at least 1
+  int64_t shortest = 256;         // tokens of a document that is worth a sequence; at least 1
+  int64_t longest_piece = 32768;  // tokens in backward, a power of two; less where dS would be too large
 };
 
 // Attention over documents of the same queries and keys: forward, which writes o and lse, where args.dq is absent.
@@ -30,22 +29,46 @@ class FusedDocuments {
   // Takes the workspace of every batch of as many tokens whose documents are no longer than those of this one.
   void run(Stream& stream) const;
 
-  struct Sequence {
-    int64_t first_token, length;
+ private:
+  struct Piece {
+    int64_t document, first_token, length;
   };
-  // Sequences of one plan.
+  // Pieces of one plan.
   struct Group {
     FusedShape shape;  // of a call
-    std::vector<Sequence> sequences;
+    std::vector<Piece> pieces;
+  };
+  // A piece's queries and the keys of one before it.
+  struct Pair {
+    Piece queries, keys;
   };
 
- private:
-  void run_slice(Stream& stream, const Group& group, int64_t first_sequence, int64_t first_kv_head,
-                 std::byte* room) const;
+  std::vector<Piece> cut(const Documents& documents, const FusedRule& rule);
+  AttentionBackwardArgs args_of(const Pair& pair) const;
+  void run_slice(Stream& stream, const Group& group, int64_t first_piece, int64_t first_kv_head, Room room) const;
 
   AttentionBackwardArgs args_;
   std::vector<bool> taken_;
   std::vector<Group> groups_;
+  std::vector<Pair> pairs_;
+  int64_t room_bytes_ = 0;
+};
+
+// The same as attention_prefix_forward and, where args.dq is there, attention_prefix_backward.
+class FusedPrefix {
+ public:
+  FusedPrefix(Stream& stream, const AttentionBackwardArgs& args, const FusedRule& rule = {});
+
+  bool is_served() const { return is_served_; }
+  // Nothing where it is not served, but for workspace while planning.
+  void run(Stream& stream) const;
+
+ private:
+  void run_slice(Stream& stream, int64_t first_kv_head, Room room) const;
+
+  AttentionBackwardArgs args_;
+  FusedShape shape_;
+  bool is_served_ = false;
   int64_t room_bytes_ = 0;
 };
 

@@ -8,6 +8,7 @@
 // registers; probabilities and dS are rounded as operands.
 #include "kernels/attention.h"
 #include "kernels/cuda/attention.cuh"
+#include "kernels/cuda/attention_fused.h"
 
 namespace palimpsest::cuda {
 
@@ -214,7 +215,11 @@ LaunchShape walk_shape(const PrefixProblem<T>& p, int64_t rows, int64_t heads, b
 
 void attention_prefix_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k, const Tensor& v,
                               double scale) {
-  if (k.dim(0) == 0) return;
+  if (q.dim(0) == 0 || k.dim(0) == 0) return;
+  const FusedPrefix fused(
+      stream, {.dq = {}, .dk = {}, .dv = {}, .d_o = {}, .q = q, .k = k, .v = v, .o = o, .lse = lse, .scale = scale});
+  fused.run(stream);
+  if (fused.is_served()) return;
   with_head_units(q.dtype(), q.dim(2), v.dim(2), [&](auto zero, auto units) {
     using T = decltype(zero);
     const PrefixProblem<T> problem = make_problem<T>(o, lse, q, k, v, scale);
@@ -224,6 +229,9 @@ void attention_prefix_forward(Stream& stream, Tensor o, Tensor lse, const Tensor
 
 void attention_prefix_backward(Stream& stream, const AttentionBackwardArgs& args) {
   if (args.q.dim(0) == 0 || args.k.dim(0) == 0) return;
+  const FusedPrefix fused(stream, args);
+  fused.run(stream);
+  if (fused.is_served()) return;
   const Arena::Scope scope(stream.scratch());
   const Tensor delta = attention_delta(stream, args);
   with_head_units(args.q.dtype(), args.q.dim(2), args.v.dim(2), [&](auto zero, auto units) {

@@ -11,13 +11,14 @@ constexpr int kCopyTokens = 16;     // of a block
 constexpr int64_t kZeroTile = 256;  // no tile of keys or queries is larger
 
 template <int kPack>
-struct alignas(kPack * sizeof(BF16)) Elements {
-  unsigned short bits[kPack];
-};
+using Elements = Pack<kPack, bf16>;
+
+enum class Way : uint8_t { kToSequences, kFromSequences, kAddedFromSequences };
 
 // Grid: tokens of a sequence, sequences.
-template <int kPack, bool kToSequences>
+template <int kPack, Way kWay>
 __global__ void copy_sequences_kernel(const __grid_constant__ SequenceCopy p) {
+  constexpr bool kToSequences = kWay == Way::kToSequences;
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int64_t b = blockIdx.y, first = static_cast<int64_t>(blockIdx.x) * kCopyTokens, length = p.length[b];
   const int64_t token = p.first_token[b];
@@ -31,10 +32,20 @@ __global__ void copy_sequences_kernel(const __grid_constant__ SequenceCopy p) {
       const int64_t t = first + i / packs, c = i % packs * kPack;
       auto* inside = reinterpret_cast<Elements<kPack>*>(piece.sequences + (b * p.S + t) * piece.columns + c);
       auto* outside = reinterpret_cast<Elements<kPack>*>(piece.rows + (token + t) * piece.stride + c);
-      if (kToSequences)
+      if constexpr (kToSequences) {
         *inside = t < length ? *outside : Elements<kPack>{};
-      else if (t < length)
-        *outside = *inside;
+      } else if (t < length) {
+        if constexpr (kWay == Way::kAddedFromSequences) {
+          Elements<kPack> sum = *outside;
+          const Elements<kPack> added = *inside;
+#pragma unroll
+          for (int e = 0; e < kPack; ++e)
+            sum.values[e] = from_f32<bf16>(to_f32(sum.values[e]) + to_f32(added.values[e]));
+          *outside = sum;
+        } else {
+          *outside = *inside;
+        }
+      }
     }
   }
   if (p.lse == nullptr) return;
@@ -49,31 +60,66 @@ __global__ void copy_sequences_kernel(const __grid_constant__ SequenceCopy p) {
   }
 }
 
+// A warp a token and head of one sequence.
+__global__ void merge_sequences_kernel(const __grid_constant__ SequenceCopy p) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp, t = i / p.heads,
+                h = i % p.heads;
+  if (t >= p.length[0]) return;
+  const SequenceCopy::Piece& piece = p.pieces[0];
+  const int size = piece.columns / p.heads;
+  auto* o = reinterpret_cast<bf16*>(piece.rows + t * piece.stride + h * size);
+  const auto* added = reinterpret_cast<const bf16*>(piece.sequences + t * piece.columns + h * size);
+  float& lse = p.lse[t * p.num_heads + p.first_head + h];
+  const float old = lse, more = p.sequence_lse[h * p.S + t], highest = fmaxf(old, more);
+  const float both = highest + logf(expf(old - highest) + expf(more - highest));
+  const float keep = expf(old - both), add = expf(more - both);
+  for (int c = lane; c < size; c += kWarp) o[c] = from_f32<bf16>(keep * to_f32(o[c]) + add * to_f32(added[c]));
+  __syncwarp();  // all have read it
+  if (lane == 0) lse = both;
+}
+
 constexpr int kWidePack = 8;  // elements in 16 bytes
 
-template <bool kToSequences>
-void copy_either_way(const Stream& stream, const SequenceCopy& copy, bool wide) {
+template <Way kWay>
+void copy_one_way(const Stream& stream, const SequenceCopy& copy) {
   static_assert(kSequenceTile % kCopyTokens == 0);
   const LaunchShape shape = {.grid_x = copy.S / kCopyTokens, .grid_y = copy.B};
-  if (wide)
-    launch(stream, copy_sequences_kernel<kWidePack, kToSequences>, shape, copy);
+  if (copy.wide)
+    launch(stream, copy_sequences_kernel<kWidePack, kWay>, shape, copy);
   else
-    launch(stream, copy_sequences_kernel<1, kToSequences>, shape, copy);
+    launch(stream, copy_sequences_kernel<1, kWay>, shape, copy);
 }
 
 }  // namespace
+
+BF16* SequenceCopy::add(const Tensor& tensor, int64_t first_head_of_piece, int64_t num_heads_of_piece, BF16* to) {
+  const int64_t size = tensor.dim(2);
+  pieces[num_pieces++] = {tensor.data<BF16>() + first_head_of_piece * size, tensor.row_stride(), to,
+                          static_cast<int>(num_heads_of_piece * size)};
+  return to;
+}
 
 bool starts_on_packs(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.raw()) % (kWidePack * sizeof(BF16)) == 0 &&
          tensor.row_stride() % kWidePack == 0 && tensor.dim(-1) % kWidePack == 0;
 }
 
-void copy_to_sequences(const Stream& stream, const SequenceCopy& copy, bool wide) {
-  copy_either_way<true>(stream, copy, wide);
+void copy_to_sequences(const Stream& stream, const SequenceCopy& copy) {
+  copy_one_way<Way::kToSequences>(stream, copy);
 }
 
-void copy_from_sequences(const Stream& stream, const SequenceCopy& copy, bool wide) {
-  copy_either_way<false>(stream, copy, wide);
+void copy_from_sequences(const Stream& stream, const SequenceCopy& copy, Write write) {
+  if (write == Write::kAccumulate)
+    copy_one_way<Way::kAddedFromSequences>(stream, copy);
+  else
+    copy_one_way<Way::kFromSequences>(stream, copy);
+}
+
+void merge_sequences(const Stream& stream, const SequenceCopy& copy) {
+  constexpr int kThreads = 256;
+  launch(stream, merge_sequences_kernel,
+         {.grid_x = ceil_div(int64_t{copy.length[0]} * copy.heads, kThreads / kWarp), .threads = kThreads}, copy);
 }
 
 }  // namespace palimpsest::cuda

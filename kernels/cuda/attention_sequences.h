@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/stream.h"
+#include "kernels/linear.h"
 
 namespace palimpsest::cuda {
 
@@ -29,14 +29,20 @@ struct SequenceCopy {
   int32_t* lengths = nullptr;  // [B], becomes what `length` says; null: not wanted
   int64_t first_token[kMaxSequences] = {};
   int32_t length[kMaxSequences] = {};
+  bool wide = false;  // all pieces can be moved in packs of 16 bytes
+
+  // Some heads of a tensor [N, heads, size] and their place in sequences, which it returns.
+  BF16* add(const Tensor& tensor, int64_t first_head_of_piece, int64_t num_heads_of_piece, BF16* to);
 };
 
 constexpr int64_t kSequenceTile = 128;  // S is a multiple of it
-// Whether pieces of this tensor can be moved in packs of 16 bytes.
+// Whether heads of this tensor can be moved in packs of 16 bytes.
 bool starts_on_packs(const Tensor& tensor);
 
-// Behind the end of a sequence are zeros, as far as a kernel may read. wide: everything starts on packs.
-void copy_to_sequences(const Stream& stream, const SequenceCopy& copy, bool wide);
-void copy_from_sequences(const Stream& stream, const SequenceCopy& copy, bool wide);
+// Behind the end of a sequence are zeros, as far as a kernel may read.
+void copy_to_sequences(const Stream& stream, const SequenceCopy& copy);
+void copy_from_sequences(const Stream& stream, const SequenceCopy& copy, Write write);
+// The output of attention to some keys, the one piece of `copy`, and its lse into those of others.
+void merge_sequences(const Stream& stream, const SequenceCopy& copy);
 
 }  // namespace palimpsest::cuda

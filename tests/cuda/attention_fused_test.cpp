@@ -19,7 +19,7 @@ struct Case {
 };
 
 // Forward and backward; on a GPU in bf16 by cuDNN alone, however short the documents.
-void run_fused(Lab& lab, const Documents& documents, const Case& c) {
+void run_fused(Lab& lab, const Documents& documents, const Case& c, const cuda::FusedRule& rule = {.shortest = 1}) {
   const int64_t N = documents.num_tokens();
   const auto input = [&](const char* name, int64_t heads, int64_t size) {
     return lab.input(name, {N, heads, size}, 1, c.gap);
@@ -32,7 +32,7 @@ void run_fused(Lab& lab, const Documents& documents, const Case& c) {
                                 .scale = 1 / std::sqrt(static_cast<double>(c.K))};
   const bool fused = lab.dtype() == DType::kBF16;
   const auto by_cudnn = [&] {
-    const cuda::FusedDocuments work(lab.stream(), args, documents, {.shortest = 1});
+    const cuda::FusedDocuments work(lab.stream(), args, documents, rule);
     for (int64_t i = 0; i < documents.count() && !lab.stream().is_planning(); ++i)
       EXPECT_EQ(work.taken()[static_cast<size_t>(i)], documents.length(i) > 0) << "document " << i;
     work.run(lab.stream());
@@ -71,6 +71,45 @@ TEST(FusedAttention, RowsInPlaceMatchTheCpu) {
   SKIP_WITHOUT_CUDNN();
   for (const Case& c : {Case{2, 2, 192, 128, 8}, Case{4, 2, 64, 64}, Case{2, 1, 192, 128}})
     support::expect_same_on_gpu([&](Lab& lab) { run_fused(lab, Documents::rows(3, 128), c); });
+}
+
+// Backward of a document in pieces: each sees itself, then those before it.
+TEST(FusedAttention, PiecesOfLongDocumentsMatchTheCpu) {
+  SKIP_WITHOUT_CUDNN();
+  const cuda::FusedRule rule = {.shortest = 1, .longest_piece = 128};
+  for (const Documents& documents : {Documents({0, 300, 340}), Documents::rows(2, 256)})
+    support::expect_same_on_gpu([&](Lab& lab) { run_fused(lab, documents, {4, 2, 192, 128}, rule); });
+}
+
+// Queries that see keys of their own, then earlier ones: copied, and where they lie.
+TEST(FusedAttention, EarlierKeysMatchTheCpu) {
+  SKIP_WITHOUT_CUDNN();
+  for (const auto& [N, NK] : {std::pair<int64_t, int64_t>{300, 260}, {384, 256}})
+    support::expect_same_on_gpu([&, N = N, NK = NK](Lab& lab) {
+      Stream& stream = lab.stream();
+      constexpr int64_t H = 4, HKV = 2, K = 192, V = 128;
+      const double scale = 0.07;
+      const Documents own = Documents::single(N);
+      AttentionBackwardArgs args = {.dq = lab.output("dq", {N, H, K}),
+                                    .dk = lab.output("dk", {N, HKV, K}),
+                                    .dv = lab.output("dv", {N, HKV, V}),
+                                    .d_o = lab.input("d_o", {N, H, V}),
+                                    .q = lab.input("q", {N, H, K}),
+                                    .k = lab.input("k", {N, HKV, K}),
+                                    .v = lab.input("v", {N, HKV, V}),
+                                    .o = lab.output("o", {N, H, V}),
+                                    .lse = lab.statistics("lse", {N, H}),
+                                    .scale = scale};
+      attention_forward(stream, args.o, args.lse, args.q, args.k, args.v, scale, own, own);
+      const Tensor k = lab.input("earlier k", {NK, HKV, K}, 1, 8), v = lab.input("earlier v", {NK, HKV, V});
+      attention_prefix_forward(stream, args.o, args.lse, args.q, k, v, scale);
+      attention_backward(stream, args, own);
+      args.k = k;
+      args.v = v;
+      args.dk = lab.in_place("earlier dk", {NK, HKV, K});
+      args.dv = lab.in_place("earlier dv", {NK, HKV, V});
+      attention_prefix_backward(stream, args);
+    });
 }
 
 // Some documents by cuDNN, the others by the plain kernels.
