@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kAttentionThreads) attention_fwd_kernel(const 
   p.q.copy(s.first, s.key_row, kBlock, p.Kp, start + first, head, n);
 
   Unit o[Units::kValueUnits];
-  float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // of the lane's two rows; sum: the lane's share
+  RunningSoftmax softmax;
   s.walk(ceil_div(seen, kBlock), copy, [&](int64_t i) {
     Unit scores[kScoreUnits];
 #pragma unroll
@@ -59,7 +59,6 @@ __global__ void __launch_bounds__(kAttentionThreads) attention_fwd_kernel(const 
                     s.key_row, p.Kp);
     // Only the last keys are hidden from some queries. Rows past the last query see what it sees.
     const bool hides = (i + 1) * kBlock > first + ahead + 1;
-    float highest[2] = {maximum[0], maximum[1]};
 #pragma unroll
     for (int unit = 0; unit < kScoreUnits; ++unit)
       for_each_element([&](int pair, int e) {
@@ -69,40 +68,15 @@ __global__ void __launch_bounds__(kAttentionThreads) attention_fwd_kernel(const 
           const int64_t row = min(static_cast<int64_t>(first_row + Unit::row(pair)), n - 1);
           if (i * kBlock + unit * kUnitColumns + Unit::column(pair) + e > first + row + ahead) score = -INFINITY;
         }
-        highest[pair % 2] = fmaxf(highest[pair % 2], score);
       });
-    float keep[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // Key 0 is seen by every query, so after the first keys the maximum is finite.
-      highest[r] = quad_max(highest[r]);
-      keep[r] = expf(maximum[r] - highest[r]);
-      maximum[r] = highest[r];
-      sum[r] *= keep[r];
-    }
-#pragma unroll
-    for (int unit = 0; unit < kScoreUnits; ++unit)
-      for_each_element([&](int pair, int e) {
-        float& score = scores[unit].value[pair][e];
-        score = __expf(score - maximum[pair % 2]);
-        sum[pair % 2] += score;
-      });
-#pragma unroll
-    for (int unit = 0; unit < Units::kValueUnits; ++unit)
-      for_each_element([&](int pair, int e) { o[unit].value[pair][e] *= keep[pair % 2]; });
+    softmax.absorb(scores, o);  // key 0 is seen by every query
 #pragma unroll
     for (int unit = 0; unit < kScoreUnits; ++unit)
       multiply_held(o, scores[unit], s.values(i) + unit * kUnitColumns * s.value_row, s.value_row, p.Vp);
   });
 
   float norm[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    sum[r] = quad_sum(sum[r]);
-    norm[r] = 1.0F / sum[r];
-    const int row = first_row + Unit::row(r);
-    if (Unit::column(0) == 0 && row < n) p.lse[(start + first + row) * p.H + head] = maximum[r] + logf(sum[r]);
-  }
+  softmax.finish(p.lse + (start + first) * p.H + head, p.H, first_row, n, norm);
   store_rows(p.o, o, start + first, head, first_row, n, norm);
 }
 

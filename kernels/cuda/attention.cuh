@@ -149,6 +149,50 @@ __device__ inline void for_each_element(Body body) {
     for (int e = 0; e < 2; ++e) body(pair, e);
 }
 
+// Softmax over keys that come in blocks, for a lane's two rows: their maximum so far, and the lane's share of the sum.
+struct RunningSoftmax {
+  float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+
+  // Scores become exp(score - maximum); results so far follow the maximum, which is finite after every block.
+  template <int kScores, int kResults>
+  __device__ void absorb(Unit (&scores)[kScores], Unit (&results)[kResults]) {
+    float highest[2] = {maximum[0], maximum[1]}, keep[2];
+#pragma unroll
+    for (int unit = 0; unit < kScores; ++unit)
+      for_each_element(
+          [&](int pair, int e) { highest[pair % 2] = fmaxf(highest[pair % 2], scores[unit].value[pair][e]); });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      highest[r] = quad_max(highest[r]);
+      keep[r] = expf(maximum[r] - highest[r]);
+      maximum[r] = highest[r];
+      sum[r] *= keep[r];
+    }
+#pragma unroll
+    for (int unit = 0; unit < kScores; ++unit)
+      for_each_element([&](int pair, int e) {
+        float& score = scores[unit].value[pair][e];
+        score = __expf(score - maximum[pair % 2]);
+        sum[pair % 2] += score;
+      });
+#pragma unroll
+    for (int unit = 0; unit < kResults; ++unit)
+      for_each_element([&](int pair, int e) { results[unit].value[pair][e] *= keep[pair % 2]; });
+  }
+
+  // Writes the lse of a warp's rows from first_row of n, which are `stride` numbers apart; norm: results times it are
+  // the output.
+  __device__ void finish(float* lse, int64_t stride, int first_row, int64_t n, float (&norm)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float all = quad_sum(sum[r]);
+      norm[r] = 1.0F / all;
+      const int row = first_row + Unit::row(r);
+      if (Unit::column(0) == 0 && row < n) lse[row * stride] = maximum[r] + logf(all);
+    }
+  }
+};
+
 // a [16, ..] b^T [.., kWalk] of rows in shared memory.
 template <class T>
 __device__ inline void multiply_rows(Unit& unit, const T* a, const T* b, int row_size, int depth) {
@@ -160,6 +204,59 @@ __device__ inline void differentiate(float& score, float& d_p, bool is_pair, flo
   score = is_pair ? __expf(scale * score - lse) : 0.0F;
   d_p = score * (d_p - delta) * scale;
 }
+
+// lse and delta of one head, of rows that are `stride` numbers apart.
+struct RowStatistics {
+  const float *lse, *delta;
+  int64_t stride;
+};
+
+// The same of a unit whose rows are keys and whose columns are queries, of which there are n; sees(key, query) says
+// which pairs there are, counted from the first of each.
+template <class Sees>
+__device__ inline void differentiate_keys(Unit& scores, Unit& d_p, const RowStatistics& queries, int64_t n, float scale,
+                                          Sees sees) {
+#pragma unroll
+  for (int column = 0; column < Unit::kPairs; column += 2)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int query = Unit::column(column) + e;
+      const bool is_query = query < n;
+      const int64_t at = query * queries.stride;
+      const float lse = is_query ? queries.lse[at] : 0.0F, delta = is_query ? queries.delta[at] : 0.0F;
+#pragma unroll
+      for (int pair = column; pair < column + 2; ++pair)
+        differentiate(scores.value[pair][e], d_p.value[pair][e], is_query && sees(Unit::row(pair), query), scale, lse,
+                      delta);
+    }
+}
+
+// Of a warp's queries, which are rows, from first_row of the block's n; with the statistics of the lane's two.
+class QueryRows {
+ public:
+  __device__ QueryRows(const RowStatistics& queries, int first_row, int64_t n) : first_row_(first_row), n_(n) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + Unit::row(r);
+      lse_[r] = row < n ? queries.lse[row * queries.stride] : 0.0F;
+      delta_[r] = row < n ? queries.delta[row * queries.stride] : 0.0F;
+    }
+  }
+  // Columns are keys; sees(query, key).
+  template <class Sees>
+  __device__ void differentiate_queries(Unit& scores, Unit& d_p, float scale, Sees sees) const {
+    for_each_element([&](int pair, int e) {
+      const int row = first_row_ + Unit::row(pair);
+      differentiate(scores.value[pair][e], d_p.value[pair][e], row < n_ && sees(row, Unit::column(pair) + e), scale,
+                    lse_[pair % 2], delta_[pair % 2]);
+    });
+  }
+
+ private:
+  int first_row_;
+  int64_t n_;
+  float lse_[2], delta_[2];
+};
 
 // delta [N, H] f32 in scratch memory: d_o . o.
 Tensor attention_delta(const Stream& stream, const AttentionBackwardArgs& args);

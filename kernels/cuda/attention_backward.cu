@@ -64,21 +64,9 @@ __global__ void __launch_bounds__(kAttentionThreads)
     Unit scores, d_p;  // [keys, queries]
     multiply_rows(scores, s.first + first_row * s.key_row, s.keys(i), s.key_row, p.Kp);
     multiply_rows(d_p, s.second + first_row * s.value_row, s.values(i), s.value_row, p.Vp);
-#pragma unroll
-    for (int column = 0; column < Unit::kPairs; column += 2)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int64_t token = query + Unit::column(column) + e;
-        const bool is_query = token < length;
-        const int64_t at = (start + token) * p.H + head;
-        const float lse = is_query ? p.lse[at] : 0.0F, delta = is_query ? p.delta[at] : 0.0F;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int pair = column + half;
-          const bool sees = is_query && first_key + first_row + Unit::row(pair) <= token;
-          differentiate(scores.value[pair][e], d_p.value[pair][e], sees, p.scale, lse, delta);
-        }
-      }
+    const int64_t at = (start + query) * p.H + head, first_seer = first_key + first_row - query;
+    differentiate_keys(scores, d_p, {p.lse + at, p.delta + at, p.H}, length - query, p.scale,
+                       [&](int key, int column) { return first_seer + key <= column; });
     multiply_held(dv, scores, s.values(i), s.value_row, p.Vp);
     multiply_held(dk, d_p, s.keys(i), s.key_row, p.Kp);
   });
@@ -101,14 +89,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
   const int64_t seen = first_query + num_queries;
   p.q.copy(s.first, s.key_row, kBlock, p.Kp, start + first_query, head, num_queries);
   p.d_o.copy(s.second, s.value_row, kBlock, p.Vp, start + first_query, head, num_queries);
-  float lse[2], delta[2];  // of the lane's two rows
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = first_row + Unit::row(r);
-    const int64_t at = (start + first_query + row) * p.H + head;
-    lse[r] = row < num_queries ? p.lse[at] : 0.0F;
-    delta[r] = row < num_queries ? p.delta[at] : 0.0F;
-  }
+  const int64_t at = (start + first_query) * p.H + head;
+  const QueryRows queries({p.lse + at, p.delta + at, p.H}, first_row, num_queries);
   Unit dq[Units::kKeyUnits];
   const auto copy = [&](int64_t i) {
     const int64_t key = i * kWalk, n = min(static_cast<int64_t>(kWalk), seen - key);
@@ -120,15 +102,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
     Unit scores, d_p;  // [queries, keys]
     multiply_rows(scores, s.first + first_row * s.key_row, s.keys(i), s.key_row, p.Kp);
     multiply_rows(d_p, s.second + first_row * s.value_row, s.values(i), s.value_row, p.Vp);
-#pragma unroll
-    for (int pair = 0; pair < Unit::kPairs; ++pair) {
-      const int row = first_row + Unit::row(pair);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const bool sees = row < num_queries && i * kWalk + Unit::column(pair) + e <= first_query + row;
-        differentiate(scores.value[pair][e], d_p.value[pair][e], sees, p.scale, lse[pair % 2], delta[pair % 2]);
-      }
-    }
+    queries.differentiate_queries(scores, d_p, p.scale,
+                                  [&](int query, int key) { return i * kWalk + key <= first_query + query; });
     multiply_held(dq, d_p, s.keys(i), s.key_row, p.Kp);
   });
   const float one[2] = {1.0F, 1.0F};

@@ -56,7 +56,7 @@ class GraphMaker {
   void describe_lse(graph::Tensor_attributes& tensor) const {
     tensor.set_uid(kLse)
         .set_dim({shape_.B, shape_.H, shape_.S, 1})
-        .set_stride({shape_.H * shape_.S, shape_.lse_in_rows ? 1 : shape_.S, shape_.lse_in_rows ? shape_.H : 1, 1})
+        .set_stride({shape_.H * shape_.S, shape_.S, 1, 1})
         .set_data_type(DataType_t::FLOAT);
   }
   TensorHandle input(Operand operand, int64_t heads, int64_t size, int64_t row) {

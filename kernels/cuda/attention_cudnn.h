@@ -14,9 +14,8 @@ namespace palimpsest::cuda {
 // HKV share a key head; keys of K and values of V elements. Backward sums in a fixed order.
 struct FusedShape {
   bool is_backward = false;
-  bool is_causal = true;     // query i sees the keys up to i; otherwise all
-  bool ends_early = false;   // sequences may be shorter than S and S_keys
-  bool lse_in_rows = false;  // [B, S, H]; forward alone
+  bool is_causal = true;    // query i sees the keys up to i; otherwise all
+  bool ends_early = false;  // sequences may be shorter than S and S_keys
   int64_t B = 0, S = 0, S_keys = 0, H = 0, HKV = 0, K = 0, V = 0;
   float scale = 1.0F;
   // Elements from a token to the next; those of gradients in backward alone.

@@ -40,13 +40,6 @@ void choose_slice(FusedShape& shape, const FusedSizes& sizes, int64_t num_sequen
                              : largest_divisor(num_sequences, most);
 }
 
-// A power of two, as sequences of copies are.
-int64_t longest_piece(const FusedSizes& sizes, const FusedRule& rule) {
-  int64_t S = rule.longest_piece;
-  while (S > kSequenceTile && sizes.scores(S, S) > kScoreBytes) S /= 2;
-  return S;
-}
-
 }  // namespace
 
 std::vector<FusedDocuments::Piece> FusedDocuments::cut(const Documents& documents, const FusedRule& rule) {
@@ -55,7 +48,7 @@ std::vector<FusedDocuments::Piece> FusedDocuments::cut(const Documents& document
   for (int64_t i = 0; i < documents.count(); ++i) {
     const int64_t length = documents.length(i);
     if (length < rule.shortest) continue;
-    const int64_t step = sizes.is_backward ? std::min(length, longest_piece(sizes, rule)) : length;
+    const int64_t step = std::min(length, sizes.longest_piece(rule.longest_piece));
     const size_t first_of_document = pieces.size();
     for (int64_t first = 0; first < length; first += step) {
       const Piece piece = {i, documents.begin(i) + first, std::min(step, length - first)};
@@ -68,18 +61,7 @@ std::vector<FusedDocuments::Piece> FusedDocuments::cut(const Documents& document
 }
 
 AttentionBackwardArgs FusedDocuments::args_of(const Pair& pair) const {
-  const auto queries = [&](const Tensor& tensor) { return tensor.rows(pair.queries.first_token, pair.queries.length); };
-  const auto keys = [&](const Tensor& tensor) { return tensor.rows(pair.keys.first_token, pair.keys.length); };
-  return {.dq = queries(args_.dq),
-          .dk = keys(args_.dk),
-          .dv = keys(args_.dv),
-          .d_o = queries(args_.d_o),
-          .q = queries(args_.q),
-          .k = keys(args_.k),
-          .v = keys(args_.v),
-          .o = queries(args_.o),
-          .lse = queries(args_.lse),
-          .scale = args_.scale};
+  return rows_of(args_, pair.queries.first_token, pair.queries.length, pair.keys.first_token, pair.keys.length);
 }
 
 FusedDocuments::FusedDocuments(Stream& stream, const AttentionBackwardArgs& args, const Documents& documents,
@@ -104,7 +86,6 @@ FusedDocuments::FusedDocuments(Stream& stream, const AttentionBackwardArgs& args
       all_start_on_packs(args)) {
     pieces_of[longest->length] = pieces;
     set_rows_in_place(shape, args);
-    shape.lse_in_rows = !sizes.is_backward;
   } else {
     shape.ends_early = true;
     // With every size up to the longest, so that plans are made together, and not when a document comes that needs one.
@@ -180,7 +161,6 @@ void FusedDocuments::run_slice(Stream& stream, const Group& group, int64_t first
   operands.dq = place(after, args_.dq, first_head, s.H);
   operands.dk = place(after, args_.dk, first_kv_head, s.HKV);
   operands.dv = place(after, args_.dv, first_kv_head, s.HKV);
-  if (s.lse_in_rows) operands.lse = args_.lse.data<float>() + before.first_token[0] * sizes.H;
   (s.is_backward ? before : after).lse = args_.lse.data<float>();
   if (s.ends_early) before.lengths = operands.query_lengths = operands.key_lengths = room.take<int32_t>(s.B);
   auto* workspace = room.take<std::byte>(workspace_bytes(sizes, s.S));
@@ -188,7 +168,7 @@ void FusedDocuments::run_slice(Stream& stream, const Group& group, int64_t first
   before.wide = after.wide = all_start_on_packs(args_);
   if (s.ends_early || s.is_backward) copy_to_sequences(stream, before);
   stream.engine().fused_attention().run(s, operands, workspace);
-  if (s.ends_early) copy_from_sequences(stream, after, Write::kOverwrite);
+  if (s.ends_early || !s.is_backward) copy_from_sequences(stream, after, Write::kOverwrite);
 }
 
 void note_attention_path(const Stream& stream, const std::vector<bool>& taken) {

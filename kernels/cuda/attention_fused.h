@@ -59,6 +59,8 @@ class FusedPrefix {
  public:
   FusedPrefix(Stream& stream, const AttentionBackwardArgs& args, const FusedRule& rule = {});
 
+  // Queries and keys that it takes at most; without a limit where the library cannot serve.
+  static int64_t longest_piece(const AttentionBackwardArgs& args, const FusedRule& rule = {});
   bool is_served() const { return is_served_; }
   // Nothing where it is not served, but for workspace while planning.
   void run(Stream& stream) const;

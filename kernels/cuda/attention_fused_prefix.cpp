@@ -14,6 +14,10 @@ int64_t workspace_bytes(const FusedSizes& sizes, int64_t S, int64_t S_keys) {
 
 }  // namespace
 
+int64_t FusedPrefix::longest_piece(const AttentionBackwardArgs& args, const FusedRule& rule) {
+  return may_be_fused(args) ? FusedSizes(args).longest_piece(rule.longest_piece) : std::numeric_limits<int64_t>::max();
+}
+
 FusedPrefix::FusedPrefix(Stream& stream, const AttentionBackwardArgs& args, const FusedRule& rule) : args_(args) {
   const FusedSizes sizes(args);
   const int64_t num_keys = args.k.dim(0);

@@ -7,8 +7,12 @@
 // kWalk at a time, in bf16 copied while those before them are worked on. Scores, results and statistics are f32 in
 // registers; probabilities and dS are rounded as operands.
 #include "kernels/attention.h"
+
+#include <algorithm>
+
 #include "kernels/cuda/attention.cuh"
 #include "kernels/cuda/attention_fused.h"
+#include "kernels/cuda/engine.h"
 
 namespace palimpsest::cuda {
 
@@ -54,12 +58,13 @@ __global__ void __launch_bounds__(kAttentionThreads) prefix_fwd_kernel(const __g
   // What the keys before left: a sum of 1 at the maximum lse. Of the four lanes of a row the first has it.
   Unit o[Units::kValueUnits];
   for_each_of_rows(p.o, o, first, head, first_row, n, [](float& value, const T& element) { value = to_f32(element); });
-  float maximum[2], sum[2];  // of the lane's two rows; sum: the lane's share
+  float* lse = p.lse + first * p.H + head;
+  RunningSoftmax softmax;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + Unit::row(r);
-    maximum[r] = row < n ? p.lse[(first + row) * p.H + head] : 0.0F;
-    sum[r] = Unit::column(0) == 0 ? 1.0F : 0.0F;
+    softmax.maximum[r] = row < n ? lse[row * p.H] : 0.0F;
+    softmax.sum[r] = Unit::column(0) == 0 ? 1.0F : 0.0F;
   }
   const auto copy = [&](int64_t i) {
     const int64_t key = i * kWalk, width = min(static_cast<int64_t>(kWalk), p.num_keys - key);
@@ -68,40 +73,18 @@ __global__ void __launch_bounds__(kAttentionThreads) prefix_fwd_kernel(const __g
     commit_copies();
   };
   s.walk(ceil_div(p.num_keys, kWalk), copy, [&](int64_t i) {
-    Unit scores;
-    multiply_rows(scores, s.first + first_row * s.key_row, s.keys(i), s.key_row, p.Kp);
-    float highest[2] = {maximum[0], maximum[1]}, keep[2];
+    Unit scores[1];
+    multiply_rows(scores[0], s.first + first_row * s.key_row, s.keys(i), s.key_row, p.Kp);
     for_each_element([&](int pair, int e) {
-      float& score = scores.value[pair][e];
+      float& score = scores[0].value[pair][e];
       score = i * kWalk + Unit::column(pair) + e < p.num_keys ? score * p.scale : -INFINITY;
-      highest[pair % 2] = fmaxf(highest[pair % 2], score);
     });
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      highest[r] = quad_max(highest[r]);
-      keep[r] = expf(maximum[r] - highest[r]);
-      maximum[r] = highest[r];
-      sum[r] *= keep[r];
-    }
-    for_each_element([&](int pair, int e) {
-      float& score = scores.value[pair][e];
-      score = __expf(score - maximum[pair % 2]);
-      sum[pair % 2] += score;
-    });
-#pragma unroll
-    for (int unit = 0; unit < Units::kValueUnits; ++unit)
-      for_each_element([&](int pair, int e) { o[unit].value[pair][e] *= keep[pair % 2]; });
-    multiply_held(o, scores, s.values(i), s.value_row, p.Vp);
+    softmax.absorb(scores, o);
+    multiply_held(o, scores[0], s.values(i), s.value_row, p.Vp);
   });
 
   float norm[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    sum[r] = quad_sum(sum[r]);
-    norm[r] = 1.0F / sum[r];
-    const int row = first_row + Unit::row(r);
-    if (Unit::column(0) == 0 && row < n) p.lse[(first + row) * p.H + head] = maximum[r] + logf(sum[r]);
-  }
+  softmax.finish(lse, p.H, first_row, n, norm);
   store_rows(p.o, o, first, head, first_row, n, norm);
 }
 
@@ -128,17 +111,9 @@ __global__ void __launch_bounds__(kAttentionThreads)
     Unit scores, d_p;  // [keys, queries]
     multiply_rows(scores, s.first + first_row * s.key_row, s.keys(i), s.key_row, p.Kp);
     multiply_rows(d_p, s.second + first_row * s.value_row, s.values(i), s.value_row, p.Vp);
-#pragma unroll
-    for (int column = 0; column < Unit::kPairs; column += 2)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int64_t token = query + Unit::column(column) + e, at = token * p.H + head;
-        const bool is_query = token < p.N;
-        const float lse = is_query ? p.lse[at] : 0.0F, delta = is_query ? p.delta[at] : 0.0F;
-#pragma unroll
-        for (int pair = column; pair < column + 2; ++pair)
-          differentiate(scores.value[pair][e], d_p.value[pair][e], is_query, p.scale, lse, delta);
-      }
+    const int64_t at = query * p.H + head;
+    differentiate_keys(scores, d_p, {p.lse + at, p.delta + at, p.H}, p.N - query, p.scale,
+                       [](int, int) { return true; });
     multiply_held(dv, scores, s.values(i), s.value_row, p.Vp);
     multiply_held(dk, d_p, s.keys(i), s.key_row, p.Kp);
   });
@@ -156,14 +131,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
   const int64_t n = min(static_cast<int64_t>(kBlock), p.N - first);
   p.q.copy(s.first, s.key_row, kBlock, p.Kp, first, head, n);
   p.d_o.copy(s.second, s.value_row, kBlock, p.Vp, first, head, n);
-  float lse[2], delta[2];  // of the lane's two rows
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = first_row + Unit::row(r);
-    const int64_t at = (first + row) * p.H + head;
-    lse[r] = row < n ? p.lse[at] : 0.0F;
-    delta[r] = row < n ? p.delta[at] : 0.0F;
-  }
+  const int64_t at = first * p.H + head;
+  const QueryRows queries({p.lse + at, p.delta + at, p.H}, first_row, n);
   Unit dq[Units::kKeyUnits];
   const auto copy = [&](int64_t i) {
     const int64_t key = i * kWalk, width = min(static_cast<int64_t>(kWalk), p.num_keys - key);
@@ -175,10 +144,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
     Unit scores, d_p;  // [queries, keys]
     multiply_rows(scores, s.first + first_row * s.key_row, s.keys(i), s.key_row, p.Kp);
     multiply_rows(d_p, s.second + first_row * s.value_row, s.values(i), s.value_row, p.Vp);
-    for_each_element([&](int pair, int e) {
-      const bool is_pair = first_row + Unit::row(pair) < n && i * kWalk + Unit::column(pair) + e < p.num_keys;
-      differentiate(scores.value[pair][e], d_p.value[pair][e], is_pair, p.scale, lse[pair % 2], delta[pair % 2]);
-    });
+    queries.differentiate_queries(scores, d_p, p.scale, [&](int, int key) { return i * kWalk + key < p.num_keys; });
     multiply_held(dq, d_p, s.keys(i), s.key_row, p.Kp);
   });
   add_rows(p.dq, dq, first, head, first_row, n);
@@ -211,26 +177,10 @@ LaunchShape walk_shape(const PrefixProblem<T>& p, int64_t rows, int64_t heads, b
           .shared_bytes = WalkMemory<T, kWalk>::bytes(p.Kp, p.Vp, has_second)};
 }
 
-}  // namespace
-
-void attention_prefix_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k, const Tensor& v,
-                              double scale) {
-  if (q.dim(0) == 0 || k.dim(0) == 0) return;
-  const FusedPrefix fused(
-      stream, {.dq = {}, .dk = {}, .dv = {}, .d_o = {}, .q = q, .k = k, .v = v, .o = o, .lse = lse, .scale = scale});
-  fused.run(stream);
-  if (fused.is_served()) return;
-  with_head_units(q.dtype(), q.dim(2), v.dim(2), [&](auto zero, auto units) {
-    using T = decltype(zero);
-    const PrefixProblem<T> problem = make_problem<T>(o, lse, q, k, v, scale);
-    launch(stream, prefix_fwd_kernel<T, decltype(units)>, walk_shape(problem, problem.N, problem.H, false), problem);
-  });
-}
-
-void attention_prefix_backward(Stream& stream, const AttentionBackwardArgs& args) {
-  if (args.q.dim(0) == 0 || args.k.dim(0) == 0) return;
+void piece_backward(Stream& stream, const AttentionBackwardArgs& args) {
   const FusedPrefix fused(stream, args);
   fused.run(stream);
+  note_path(stream, fused.is_served() ? "cuDNN" : "plain");
   if (fused.is_served()) return;
   const Arena::Scope scope(stream.scratch());
   const Tensor delta = attention_delta(stream, args);
@@ -247,6 +197,32 @@ void attention_prefix_backward(Stream& stream, const AttentionBackwardArgs& args
            walk_shape(problem, problem.num_keys, problem.H / problem.group, true), problem);
     launch(stream, prefix_bwd_queries_kernel<T, Units>, walk_shape(problem, problem.N, problem.H, true), problem);
   });
+}
+
+}  // namespace
+
+void attention_prefix_forward(Stream& stream, Tensor o, Tensor lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                              double scale) {
+  if (q.dim(0) == 0 || k.dim(0) == 0) return;
+  const FusedPrefix fused(
+      stream, {.dq = {}, .dk = {}, .dv = {}, .d_o = {}, .q = q, .k = k, .v = v, .o = o, .lse = lse, .scale = scale});
+  fused.run(stream);
+  note_path(stream, fused.is_served() ? "cuDNN" : "plain");
+  if (fused.is_served()) return;
+  with_head_units(q.dtype(), q.dim(2), v.dim(2), [&](auto zero, auto units) {
+    using T = decltype(zero);
+    const PrefixProblem<T> problem = make_problem<T>(o, lse, q, k, v, scale);
+    launch(stream, prefix_fwd_kernel<T, decltype(units)>, walk_shape(problem, problem.N, problem.H, false), problem);
+  });
+}
+
+void attention_prefix_backward(Stream& stream, const AttentionBackwardArgs& args) {
+  if (args.q.dim(0) == 0 || args.k.dim(0) == 0) return;
+  const int64_t step = FusedPrefix::longest_piece(args);
+  for (int64_t query = 0; query < args.q.dim(0); query += step)
+    for (int64_t key = 0; key < args.k.dim(0); key += step)
+      piece_backward(stream, rows_of(args, query, std::min(step, args.q.dim(0) - query), key,
+                                     std::min(step, args.k.dim(0) - key)));
 }
 
 }  // namespace palimpsest::cuda

@@ -61,6 +61,7 @@ __global__ void copy_sequences_kernel(const __grid_constant__ SequenceCopy p) {
 }
 
 // A warp a token and head of one sequence.
+template <int kPack>
 __global__ void merge_sequences_kernel(const __grid_constant__ SequenceCopy p) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp, t = i / p.heads,
@@ -74,7 +75,14 @@ __global__ void merge_sequences_kernel(const __grid_constant__ SequenceCopy p) {
   const float old = lse, more = p.sequence_lse[h * p.S + t], highest = fmaxf(old, more);
   const float both = highest + logf(expf(old - highest) + expf(more - highest));
   const float keep = expf(old - both), add = expf(more - both);
-  for (int c = lane; c < size; c += kWarp) o[c] = from_f32<bf16>(keep * to_f32(o[c]) + add * to_f32(added[c]));
+  for (int c = lane * kPack; c < size; c += kWarp * kPack) {
+    float sum[kPack], more_of[kPack];
+    load<kPack>(o + c, sum);
+    load<kPack>(added + c, more_of);
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) sum[e] = keep * sum[e] + add * more_of[e];
+    store<kPack>(o + c, sum);
+  }
   __syncwarp();  // all have read it
   if (lane == 0) lse = both;
 }
@@ -118,8 +126,12 @@ void copy_from_sequences(const Stream& stream, const SequenceCopy& copy, Write w
 
 void merge_sequences(const Stream& stream, const SequenceCopy& copy) {
   constexpr int kThreads = 256;
-  launch(stream, merge_sequences_kernel,
-         {.grid_x = ceil_div(int64_t{copy.length[0]} * copy.heads, kThreads / kWarp), .threads = kThreads}, copy);
+  const LaunchShape shape = {.grid_x = ceil_div(int64_t{copy.length[0]} * copy.heads, kThreads / kWarp),
+                             .threads = kThreads};
+  if (copy.wide)
+    launch(stream, merge_sequences_kernel<kWidePack>, shape, copy);
+  else
+    launch(stream, merge_sequences_kernel<1>, shape, copy);
 }
 
 }  // namespace palimpsest::cuda

@@ -17,6 +17,22 @@ bool all_start_on_packs(const AttentionBackwardArgs& args) {
   return all;
 }
 
+AttentionBackwardArgs rows_of(const AttentionBackwardArgs& args, int64_t first_query, int64_t num_queries,
+                              int64_t first_key, int64_t num_keys) {
+  const auto queries = [&](const Tensor& tensor) { return tensor.rows(first_query, num_queries); };
+  const auto keys = [&](const Tensor& tensor) { return tensor.rows(first_key, num_keys); };
+  return {.dq = queries(args.dq),
+          .dk = keys(args.dk),
+          .dv = keys(args.dv),
+          .d_o = queries(args.d_o),
+          .q = queries(args.q),
+          .k = keys(args.k),
+          .v = keys(args.v),
+          .o = queries(args.o),
+          .lse = queries(args.lse),
+          .scale = args.scale};
+}
+
 void set_rows_in_place(FusedShape& shape, const AttentionBackwardArgs& args) {
   const auto row = [](const Tensor& tensor) { return tensor.defined() ? tensor.row_stride() : 0; };
   shape.q_row = row(args.q);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 
 #include "kernels/attention.h"
 #include "kernels/cuda/attention_cudnn.h"
@@ -34,6 +35,12 @@ struct FusedSizes {
   int64_t copied(int64_t heads) const { return (is_backward ? 4 : 2) * heads * row(); }  // bytes of a token
   // Bytes of dS of queries and keys, for all heads that share a key head.
   int64_t scores(int64_t queries, int64_t keys) const { return is_backward ? 2 * group() * queries * keys : 0; }
+  // Queries and keys of a call at most, a power of two, as the tokens of copied sequences are.
+  int64_t longest_piece(int64_t most) const {
+    if (!is_backward) return std::numeric_limits<int64_t>::max();
+    while (most > kSequenceTile && scores(most, most) > kScoreBytes) most /= 2;
+    return most;
+  }
   // What a plan needs for at most these tokens and bytes of dS.
   int64_t workspace(int64_t queries, int64_t keys, int64_t score_bytes) const {
     if (!is_backward) return kSlackBytes;
@@ -55,6 +62,9 @@ inline int64_t largest_divisor(int64_t number, int64_t limit) {
 bool may_be_fused(const AttentionBackwardArgs& args);
 // Whether all operands are rows of packs of 16 bytes.
 bool all_start_on_packs(const AttentionBackwardArgs& args);
+// These queries and keys alone; backward.
+AttentionBackwardArgs rows_of(const AttentionBackwardArgs& args, int64_t first_query, int64_t num_queries,
+                              int64_t first_key, int64_t num_keys);
 // Elements from a token to the next, of operands as they lie and of copies.
 void set_rows_in_place(FusedShape& shape, const AttentionBackwardArgs& args);
 void set_rows_of_copies(FusedShape& shape);

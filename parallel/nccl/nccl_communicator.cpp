@@ -65,6 +65,24 @@ size_t bytes_of(const Tensor& tensor) {
   return static_cast<size_t>(tensor.bytes());
 }
 
+// Calls that start together, also where one of them fails: the library would hold back all later ones.
+class NcclGroup {
+ public:
+  explicit NcclGroup(ncclComm_t comm) { NCCL_CHECK(comm, ncclGroupStart()); }
+  ~NcclGroup() {
+    if (is_open_) ncclGroupEnd();
+  }
+  NcclGroup(const NcclGroup&) = delete;
+  NcclGroup& operator=(const NcclGroup&) = delete;
+  ncclResult_t end() {
+    is_open_ = false;
+    return ncclGroupEnd();
+  }
+
+ private:
+  bool is_open_ = true;
+};
+
 class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
  public:
   NcclCommunicator(std::string axis, MPI_Comm comm, Watchdog& watchdog)
@@ -130,11 +148,11 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
     if (to >= 0) check_contiguous("send", out);
     if (from >= 0) check_contiguous("receive", in);
     return start("send_receive", stream, [&](cudaStream_t queue) {
-      NCCL_CHECK(nccl_, ncclGroupStart());
+      NcclGroup group(nccl_);
       if (to >= 0) NCCL_CHECK(nccl_, ncclSend(out.raw(), bytes_of(out), ncclUint8, static_cast<int>(to), nccl_, queue));
       if (from >= 0)
         NCCL_CHECK(nccl_, ncclRecv(in.raw(), bytes_of(in), ncclUint8, static_cast<int>(from), nccl_, queue));
-      return ncclGroupEnd();
+      return group.end();
     });
   }
 
@@ -142,9 +160,9 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
   // One launch for all.
   template <class Launch>
   ncclResult_t together(std::span<const Parts> tensors, Launch&& launch) {
-    NCCL_CHECK(nccl_, ncclGroupStart());
+    NcclGroup group(nccl_);
     for (const Parts& tensor : tensors) NCCL_CHECK(nccl_, launch(tensor));
-    return ncclGroupEnd();
+    return group.end();
   }
 
   // The first use of a connection waits for the other rank in the call itself.
