@@ -29,7 +29,7 @@ std::string RecordedConsole::text() const {
   return text;
 }
 
-void write_learnable_shards(const std::string& directory, int64_t num_tokens, uint64_t seed) {
+void write_learnable_shards(const std::string& directory, int64_t num_tokens, uint64_t seed, int64_t longest_document) {
   constexpr int64_t kIds = 35;
   ShardWriter writer(directory, small_vocabulary(kIds + 2), num_tokens / 2 + 1);
   uint64_t index = 0;
@@ -37,7 +37,7 @@ void write_learnable_shards(const std::string& directory, int64_t num_tokens, ui
     return static_cast<int64_t>(random_bits(seed, hash_of("learnable"), index++) % static_cast<uint64_t>(below));
   };
   for (int64_t written = 0; written < num_tokens;) {
-    const int64_t length = 1 + draw(58), begin = draw(kIds), stride = 1 + draw(3);
+    const int64_t length = 1 + draw(longest_document), begin = draw(kIds), stride = 1 + draw(3);
     std::vector<int32_t> ids;
     for (int64_t i = 0; i < length; ++i) ids.push_back(static_cast<int32_t>((begin + i * stride) % kIds));
     writer.begin_document();

@@ -29,7 +29,8 @@ class RecordedConsole {
 
 // Shards of `num_tokens` tokens or a little more, in documents of 3 to 60 tokens that repeat a few patterns, so that
 // there is something to learn. 35 ids and bos, eos.
-void write_learnable_shards(const std::string& directory, int64_t num_tokens, uint64_t seed = 1);
+void write_learnable_shards(const std::string& directory, int64_t num_tokens, uint64_t seed = 1,
+                            int64_t longest_document = 58);
 
 // tiny_config with data in `root`/shards (written when missing) and run.dir `root`/`name`: f32, kda and mla, rows of
 // 24, 4 rows a step, saves by the loop itself.
