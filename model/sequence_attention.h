@@ -22,7 +22,7 @@ struct EarlierRows {
   Tensor rows;    // [n, C], n <= most_of(device)
   Tensor d_rows;  // [n, C], accumulated; absent without gradients
   // On a GPU many, since the output is rounded to bf16 after each block.
-  static int64_t most_of(Device device) { return device == Device::kCuda ? 4096 : 256; }
+  static int64_t most_of(Device device) { return device == Device::kCuda ? 16384 : 256; }
 };
 
 class PassedRows {
