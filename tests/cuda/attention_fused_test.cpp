@@ -142,6 +142,41 @@ TEST(FusedAttention, SharesABatchWithThePlainKernels) {
   });
 }
 
+// Ranks plan for all queries and keys that can meet.
+TEST(FusedAttention, WhatAllEarlierKeysNeedSufficesForFewer) {
+  const auto scratch_of = [](int64_t N, int64_t NK, const Case& c) {
+    Arena scratch = Arena::planning("scratch", Device::kCuda), tensors = Arena::planning("tensors", Device::kCuda);
+    Stream stream(Device::kCuda, scratch);
+    const auto tensor = [&](int64_t n, int64_t heads, int64_t size) {
+      return tensors.allocate(DType::kBF16, {n, heads, size});
+    };
+    AttentionBackwardArgs args = {.q = tensor(N, c.H, c.K),
+                                  .k = tensor(NK, c.HKV, c.K),
+                                  .v = tensor(NK, c.HKV, c.V),
+                                  .o = tensor(N, c.H, c.V),
+                                  .lse = tensors.allocate(DType::kF32, {N, c.H})};
+    attention_prefix_forward(stream, args.o, args.lse, args.q, args.k, args.v, 1.0);
+    args.d_o = args.o;
+    args.dq = args.q;
+    args.dk = args.k;
+    args.dv = args.v;
+    attention_prefix_backward(stream, args);
+    return scratch.peak();
+  };
+  uint64_t draw = 0;
+  for (const Case& c : {Case{8, 8, 192, 128}, Case{16, 2, 128, 128}, Case{6, 2, 64, 64}})
+    for (const auto& [N, NK] : {std::pair<int64_t, int64_t>{300, 5000}, {16384, 4096}, {70000, 40000}}) {
+      const int64_t planned = scratch_of(N, NK, c);
+      for (int i = 0; i < 20; ++i) {
+        const auto up_to = [&](int64_t most) {
+          return 1 + static_cast<int64_t>(random_bits(1, 3, draw++) % static_cast<uint64_t>(most));
+        };
+        const int64_t fewer = up_to(N), fewer_keys = up_to(NK);
+        EXPECT_LE(scratch_of(fewer, fewer_keys, c), planned) << fewer << " queries, " << fewer_keys << " keys";
+      }
+    }
+}
+
 // A training run plans for rows of one document, and for documents of one token.
 TEST(FusedAttention, WhatRowsNeedSufficesForAllShorterDocuments) {
   const auto scratch_of = [](const Documents& documents, const Case& c) {
