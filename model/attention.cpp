@@ -153,14 +153,8 @@ void Attention::backward(Context& context, const Sequence& sequence, const Saved
   const int64_t N = x.dim(0), H = num_heads_, HKV = num_kv_heads_, d = head_dim_;
   const Tensor d_proj = scratch.allocate(context.dtype, saved.proj.shape());
   const Tensor d_o = scratch.allocate(context.dtype, {N, H, d});
-  // 6. recomputes the gated heads
+  // 6.
   linear_backward_input(stream, d_o.merge_columns(), dy, o_proj_->value, Write::kOverwrite);
-  Tensor gated = saved.o;
-  if (output_gate_) {
-    gated = scratch.allocate(context.dtype, {N, H, d});
-    sigmoid_gate_forward(stream, gated, saved.o, gate_columns(saved.proj));
-  }
-  linear_backward_weight(stream, o_proj_->grad, dy, gated.merge_columns());
   // 5.
   if (output_gate_) sigmoid_gate_backward(stream, d_o, gate_columns(d_proj), d_o, saved.o, gate_columns(saved.proj));
   // 4.
@@ -215,6 +209,10 @@ void Attention::backward(Context& context, const Sequence& sequence, const Saved
   // 1.
   linear_backward_input(stream, dx, d_proj, in_proj_->value, Write::kOverwrite);
   dx.filled();
+  // 6. recomputes the gated heads, over the gradients of them
+  if (output_gate_) sigmoid_gate_forward(stream, d_o, saved.o, gate_columns(saved.proj));
+  linear_backward_weight(stream, o_proj_->grad, dy, (output_gate_ ? d_o : saved.o).merge_columns());
+  dx.may_be_taken();
   linear_backward_weight(stream, in_proj_->grad, d_proj, x);
 }
 

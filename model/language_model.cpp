@@ -162,20 +162,21 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& given, 
   need_head(context, head_group_ - 1);
   if (tied) hooks.before_backward(context, embedding_group_);
   hooks.before_backward(context, head_group_);
-  const Tensor d = keep.allocate(context.dtype, {n, D});
+  StreamGradient d(context, N, D);
   {
     const TraceRange range("head and loss");
     Arena::Scope inner(stream.scratch());
     const Tensor rstd = stream.scratch().allocate(final_norm_->value.dtype(), {n});
     const Tensor hidden = stream.scratch().allocate(context.dtype, {n, D});
     rms_norm_forward(stream, hidden, rstd, x, final_norm_->value, config_.norm_eps, config_.norm);
-    PartialSum d_hidden(context, d, N);
+    PartialSum d_hidden(context, d.own(), N);
     head_loss_forward_backward(
         context, {.loss_sum = loss_sum, .z_sum = z_sum, .d_hidden = d_hidden.all(), .d_weight = head_->grad},
         gather_tokens(context, hidden, N), {.weight = head_->value, .vocab_begin = head_->block.start[0]},
         input.targets, options.z_loss, options.grad_scale);
     d_hidden.scatter();
-    rms_norm_backward(stream, d, final_norm_->grad, d, x, final_norm_->value, rstd, config_.norm);
+    rms_norm_backward(stream, d.own(), final_norm_->grad, d.own(), x, final_norm_->value, rstd, config_.norm);
+    d.changed(context);
   }
   hooks.after_backward(context, head_group_);
   // 2. blocks in reverse
@@ -191,7 +192,7 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& given, 
   const TraceRange range("embedding backward");
   if (!tied) hooks.before_backward(context, embedding_group_);
   Arena::Scope inner(stream.scratch());
-  embedding_backward(stream, embedding_->grad, gather_tokens(context, d, N), input.tokens,
+  embedding_backward(stream, embedding_->grad, d.take_all(context), input.tokens,
                      {.begin = embedding_->block.start[0], .total = config_.vocab_size});
   hooks.after_backward(context, embedding_group_);
 }

@@ -67,7 +67,8 @@ class Branch {
   virtual std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
                                          Write write) const = 0;
   // dx [N, D] overwritten; gradients of the weights accumulated. x holds the same values as in forward. With tensor
-  // ranks x is still coming and dx awaited: x is best used last, and dx filled before the gradients of the weights.
+  // ranks x is still coming and dx awaited: x is best used last, dx filled before the gradients of the weights, and the
+  // last of these computed after dx.may_be_taken(), from which on dy is not dy any more.
   virtual void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x,
                         const Tensor& dy, const AwaitedTensor& dx) const = 0;
 };

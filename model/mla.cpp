@@ -165,7 +165,6 @@ void Mla::backward(Context& context, const Sequence& sequence, const Saved& save
     Arena::Scope inner(scratch);
     // 7.
     const Tensor d_o = scratch.allocate(context.dtype, {N, H, value_dim_});
-    linear_backward_weight(stream, o_proj_->grad, dy, saved.o.merge_columns());
     linear_backward_input(stream, d_o.merge_columns(), dy, o_proj_->value, Write::kOverwrite);
     // 6. rebuilds keys and values
     const Tensor k = scratch.allocate(context.dtype, {N, H, dq});
@@ -225,6 +224,8 @@ void Mla::backward(Context& context, const Sequence& sequence, const Saved& save
   // 1.
   linear_backward_input(stream, dx, d_proj, in_proj_->value, Write::kOverwrite);
   dx.filled();
+  linear_backward_weight(stream, o_proj_->grad, dy, saved.o.merge_columns());
+  dx.may_be_taken();
   linear_backward_weight(stream, in_proj_->grad, d_proj, x);
 }
 

@@ -53,10 +53,11 @@ void Mlp::backward(Context& context, const Sequence&, const Saved& saved_base, c
   linear_backward_input(stream, dh, dy, down_->value, Write::kOverwrite);
   // 2. recomputes h
   swiglu_backward(stream, d_gate_up, h, dh, saved.gate_up);
-  linear_backward_weight(stream, down_->grad, dy, h);
   // 1.
   linear_backward_input(stream, dx, d_gate_up, gate_up_->value, Write::kOverwrite);
   dx.filled();
+  linear_backward_weight(stream, down_->grad, dy, h);
+  dx.may_be_taken();
   linear_backward_weight(stream, gate_up_->grad, d_gate_up, x);
 }
 

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "kernels/rms_norm.h"
 #include "model/layer.h"
 #include "model/parameters.h"
+#include "model/tensor_parallel.h"
 
 namespace palimpsest {
 
@@ -16,6 +18,21 @@ struct SavedResidual {
   Tensor x;                       // [n, D]: the input, of this tensor rank's tokens
   Tensor rstd;                    // [n]
   std::unique_ptr<Saved> branch;  // null when it is to be recomputed
+};
+
+// The gradient of the residual stream, in the type of the activations, which backward goes through. It is on its way to
+// all tensor ranks as soon as it is known.
+class StreamGradient {
+ public:
+  // Memory is taken from the stack of activations.
+  StreamGradient(Context& context, int64_t num_tokens, int64_t width);
+  const Tensor& own() const { return gather_.own(); }                          // [n, D], of this tensor rank's tokens
+  void changed(Context& context) { coming_.emplace(gather_.start(context)); }  // own() has new values
+  LateTensor take_all(Context& context);  // [N, D], of all tokens, as they are until own() is changed
+
+ private:
+  TokenGather gather_;
+  std::optional<LateTensor> coming_;
 };
 
 // Runs the branch behind its norm, on all tokens of the tensor group (tensor_parallel.h). Holds references; built on
@@ -29,13 +46,13 @@ class Residual {
   // activations, which costs backward no more than rounding the normed input does, or as it is where the branch is to
   // be computed again from it.
   SavedResidual forward(Context& context, const Sequence& sequence, Tensor x, Keep keep) const;
-  // d [n, D] in the type of the activations: the gradient of the stream behind the branch on entry, before it on
-  // return.
-  void backward(Context& context, const Sequence& sequence, const SavedResidual& saved, Tensor d) const;
+  // d: the gradient of the stream behind the branch on entry, before it on return.
+  void backward(Context& context, const Sequence& sequence, const SavedResidual& saved, StreamGradient& d) const;
 
  private:
-  // norm(x) in scratch memory; x is copied to `kept` where that is there.
-  Tensor normed(Context& context, const Tensor& x, Tensor rstd, const Tensor& kept) const;
+  // norm(x) of all tokens [N, D], in scratch memory; statistics of own tokens to rstd [n]; x is copied to `kept` where
+  // that is there.
+  LateTensor normed(Context& context, const Tensor& x, Tensor rstd, const Tensor& kept, int64_t num_tokens) const;
 
   const Branch& branch_;
   const Parameter& norm_;

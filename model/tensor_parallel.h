@@ -13,8 +13,18 @@ int64_t tokens_of_rank(const Context& context, int64_t num_tokens);
 
 // [N, D] of all tokens from the ranks' [n, D], in scratch memory; the tensor itself when the group has one rank.
 Tensor gather_tokens(Context& context, const Tensor& local, int64_t num_tokens);
-// The same, on its way while the caller goes on. `local` must stay until it is there.
-LateTensor start_gather_tokens(Context& context, const Tensor& local, int64_t num_tokens);
+
+// The same of tokens that are written where they belong among all, on its way while the caller goes on.
+class TokenGather {
+ public:
+  TokenGather(Context& context, Arena& arena, DType dtype, int64_t num_tokens, int64_t width);
+  const Tensor& own() const { return own_; }  // [n, D]
+  LateTensor start(Context& context);         // [N, D], when own() is filled; it must stay until the others' are there
+
+ private:
+  Tensor padded_;  // [T * n, D]
+  Tensor own_, all_;
+};
 
 // A branch's output: `all` [N, D] is what every rank fills with its partial sum; scatter() adds them up and leaves this
 // rank's tokens in `local` [n, D]. With one rank `all` is `local`. start_scatter() may come before, once `all` is
@@ -35,8 +45,8 @@ class PartialSum {
   std::unique_ptr<Pending> pending_;
 };
 
-// Completes one parameter's gradient, or any part of its rows `grad`: sums it over the tensor ranks that hold the same
-// block, where each has the share of its own tokens or heads.
-void sum_over_copies(Context& context, const Parameter& parameter, Tensor grad);
+// Completes the shards of all gradients: sums each over the tensor ranks that hold the same block, where each has the
+// share of its own tokens or heads.
+void sum_over_copies(Context& context, const ParameterRegistry& registry);
 
 }  // namespace palimpsest

@@ -30,12 +30,18 @@ void copy_flat(Stream& stream, const Tensor& to, const Tensor& from) {
 }  // namespace
 
 std::unique_ptr<Pending> Communicator::start_all_reduce(Stream& stream, Tensor x, ReduceOp op) {
-  check_contiguous("all_reduce", x);
-  if (size_ == 1 || x.numel() == 0) return std::make_unique<Done>();
-  bytes_sent_ += 2 * x.bytes() * (size_ - 1) / size_;
-  if (stream.is_planning()) return std::make_unique<Done>();
+  return start_all_reduce(stream, std::vector<Tensor>{x}, op);
+}
+
+std::unique_ptr<Pending> Communicator::start_all_reduce(Stream& stream, std::vector<Tensor> tensors, ReduceOp op) {
+  std::erase_if(tensors, [](const Tensor& x) { return x.numel() == 0; });
+  for (const Tensor& x : tensors) {
+    check_contiguous("all_reduce", x);
+    bytes_sent_ += 2 * x.bytes() * (size_ - 1) / size_;
+  }
+  if (size_ == 1 || tensors.empty() || stream.is_planning()) return std::make_unique<Done>();
   const TraceRange range("all_reduce");
-  return launch_all_reduce(stream, x, op);
+  return launch_all_reduce(stream, tensors, op);
 }
 
 std::unique_ptr<Pending> Communicator::start_all_gather(Stream& stream, std::vector<Parts> tensors) {
@@ -107,7 +113,7 @@ void Communicator::barrier(Stream& stream) {
 void Communicator::set_step(int64_t) {}
 
 // A group of one never comes here; a backend overrides all of them.
-std::unique_ptr<Pending> Communicator::launch_all_reduce(Stream&, const Tensor&, ReduceOp) {
+std::unique_ptr<Pending> Communicator::launch_all_reduce(Stream&, std::span<const Tensor>, ReduceOp) {
   return std::make_unique<Done>();
 }
 std::unique_ptr<Pending> Communicator::launch_all_gather(Stream&, std::span<const Parts>) {

@@ -62,6 +62,7 @@ class Communicator {
 
   // The same, under way while the caller goes on.
   std::unique_ptr<Pending> start_all_reduce(Stream& stream, Tensor x, ReduceOp op);
+  std::unique_ptr<Pending> start_all_reduce(Stream& stream, std::vector<Tensor> tensors, ReduceOp op);
   // Of several tensors at once: each whole from its part, each part from its whole.
   std::unique_ptr<Pending> start_all_gather(Stream& stream, std::vector<Parts> tensors);
   std::unique_ptr<Pending> start_reduce_scatter(Stream& stream, std::vector<Parts> tensors);
@@ -79,7 +80,7 @@ class Communicator {
   Communicator(std::string axis, int64_t rank, int64_t size) : axis_(std::move(axis)), rank_(rank), size_(size) {}
 
   // What a backend provides; only called with size() > 1, and with non-empty tensors, at least one.
-  virtual std::unique_ptr<Pending> launch_all_reduce(Stream& stream, const Tensor& x, ReduceOp op);
+  virtual std::unique_ptr<Pending> launch_all_reduce(Stream& stream, std::span<const Tensor> tensors, ReduceOp op);
   virtual std::unique_ptr<Pending> launch_all_gather(Stream& stream, std::span<const Parts> tensors);
   virtual std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, std::span<const Parts> tensors);
   virtual std::unique_ptr<Pending> launch_broadcast(Stream& stream, const Tensor& x, int64_t root);

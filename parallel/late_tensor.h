@@ -28,20 +28,25 @@ class LateTensor {
   std::unique_ptr<Pending> pending_;
 };
 
-// One that others wait for: who has filled it says so, and goes on with what they need not wait for.
+// One that others wait for: who has filled it says so, and goes on with what they need not wait for. Then he may say
+// that there is no more than such work left, so that what has become of it meanwhile is taken and sent on under that.
 class AwaitedTensor {
  public:
   AwaitedTensor(const Tensor& tensor) : tensor_(tensor) {}  // NOLINT: nobody waits for it
-  AwaitedTensor(const Tensor& tensor, std::function<void()> send) : tensor_(tensor), send_(std::move(send)) {}
+  AwaitedTensor(const Tensor& tensor, std::function<void()> send, std::function<void()> take)
+      : tensor_(tensor), send_(std::move(send)), take_(std::move(take)) {}
 
   operator const Tensor&() const { return tensor_; }  // NOLINT: stands for the tensor in calls
   void filled() const {
     if (send_) send_();
   }
+  void may_be_taken() const {
+    if (take_) take_();
+  }
 
  private:
   Tensor tensor_;
-  std::function<void()> send_;
+  std::function<void()> send_, take_;
 };
 
 }  // namespace palimpsest

@@ -114,11 +114,12 @@ MpiCommunicator::~MpiCommunicator() {
   if (!finalized) MPI_Comm_free(&comm_);
 }
 
-std::unique_ptr<Pending> MpiCommunicator::launch_all_reduce(Stream&, const Tensor& x, ReduceOp op) {
+std::unique_ptr<Pending> MpiCommunicator::launch_all_reduce(Stream&, std::span<const Tensor> tensors, ReduceOp op) {
   auto pending = std::make_unique<MpiPending>("all_reduce", axis(), watchdog_);
-  check_mpi(MPI_Iallreduce(MPI_IN_PLACE, host_memory(x), checked_count(x.numel()), mpi_type(x.dtype()),
-                           op == ReduceOp::kSum ? MPI_SUM : MPI_MAX, comm_, pending->add_request()),
-            "MPI_Iallreduce");
+  for (const Tensor& x : tensors)
+    check_mpi(MPI_Iallreduce(MPI_IN_PLACE, host_memory(x), checked_count(x.numel()), mpi_type(x.dtype()),
+                             op == ReduceOp::kSum ? MPI_SUM : MPI_MAX, comm_, pending->add_request()),
+              "MPI_Iallreduce");
   return pending;
 }
 

@@ -25,7 +25,7 @@ class MpiCommunicator : public Communicator {
  protected:
   Watchdog& watchdog() { return watchdog_; }
 
-  std::unique_ptr<Pending> launch_all_reduce(Stream& stream, const Tensor& x, ReduceOp op) override;
+  std::unique_ptr<Pending> launch_all_reduce(Stream& stream, std::span<const Tensor> tensors, ReduceOp op) override;
   std::unique_ptr<Pending> launch_all_gather(Stream& stream, std::span<const Parts> tensors) override;
   std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, std::span<const Parts> tensors) override;
   std::unique_ptr<Pending> launch_broadcast(Stream& stream, const Tensor& x, int64_t root) override;

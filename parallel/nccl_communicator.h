@@ -1,6 +1,7 @@
-// Collectives over NCCL, on the memory of the ranks' GPUs; tensors in host memory go over MPI as on any machine, and so
-// does what NCCL needs to begin. They run on a stream of their own, in the order in which they were started, beside
-// what the caller's stream does until wait(). A build without NCCL has none of this (parallel/no_nccl).
+// Collectives over NCCL, on the memory of the ranks' GPUs, within a host large ones as copies (nccl/peer_copies.h);
+// tensors in host memory go over MPI as on any machine, and so does what NCCL needs to begin. They run on a stream of
+// their own, in the order in which they were started, beside what the caller's stream does until wait(). A build
+// without NCCL has none of this (parallel/no_nccl).
 #pragma once
 
 #include <mpi.h>

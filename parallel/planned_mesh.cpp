@@ -12,7 +12,7 @@ class PlannedCommunicator : public Communicator {
   PlannedCommunicator(std::string axis, int64_t rank, int64_t size) : Communicator(std::move(axis), rank, size) {}
 
  protected:
-  std::unique_ptr<Pending> launch_all_reduce(Stream&, const Tensor&, ReduceOp) override { return refuse(); }
+  std::unique_ptr<Pending> launch_all_reduce(Stream&, std::span<const Tensor>, ReduceOp) override { return refuse(); }
   std::unique_ptr<Pending> launch_all_gather(Stream&, std::span<const Parts>) override { return refuse(); }
   std::unique_ptr<Pending> launch_reduce_scatter(Stream&, std::span<const Parts>) override { return refuse(); }
   std::unique_ptr<Pending> launch_broadcast(Stream&, const Tensor&, int64_t) override { return refuse(); }

@@ -168,7 +168,7 @@ void GradientReduction::finish(Context& context) {
     for (size_t group = reduced_.size(); group-- > 0;)
       if (!reduced_[group]) start(context, static_cast<int64_t>(group));
   settle(context);
-  for (const Parameter& parameter : registry_.parameters()) sum_over_copies(context, parameter, parameter.grad_shard);
+  sum_over_copies(context, registry_);
 }
 
 void GradientReduction::record(ReductionEvent::Kind kind, int64_t group, int64_t micro_batch) {

@@ -10,6 +10,7 @@
 #include "parallel/agreement.h"
 #include "parallel/mpi_communicator.h"
 #include "parallel/nccl/collective_queue.h"
+#include "parallel/nccl/peer_copies.h"
 
 namespace palimpsest {
 
@@ -93,6 +94,7 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
     const std::string bytes = broadcast_text(*this, std::string(id.internal, sizeof(id.internal)));
     std::memcpy(id.internal, bytes.data(), sizeof(id.internal));
     NCCL_CHECK(nullptr, ncclCommInitRank(&nccl_, static_cast<int>(size()), id, static_cast<int>(rank())));
+    copies_ = PeerCopies::make(comm);
     watchdog.add(*this);
   }
 
@@ -100,23 +102,32 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
   ~NcclCommunicator() override {
     watchdog().remove(*this);
     const Watchdog::Guard guard(watchdog(), "the end of NCCL", axis());
-    if (std::uncaught_exceptions() == 0 && queue_.drain())
+    if (std::uncaught_exceptions() == 0 && queue_.drain()) {
       ncclCommDestroy(nccl_);
-    else
+    } else {
       ncclCommAbort(nccl_);
+      static_cast<void>(copies_.release());  // memory is not given back while somebody may still write to it
+    }
   }
 
  protected:
-  std::unique_ptr<Pending> launch_all_reduce(Stream& stream, const Tensor& x, ReduceOp op) override {
-    if (x.device() == Device::kCpu) return MpiCommunicator::launch_all_reduce(stream, x, op);
+  std::unique_ptr<Pending> launch_all_reduce(Stream& stream, std::span<const Tensor> tensors, ReduceOp op) override {
+    if (tensors.front().device() == Device::kCpu) return MpiCommunicator::launch_all_reduce(stream, tensors, op);
     return start("all_reduce", stream, [&](cudaStream_t queue) {
-      return ncclAllReduce(x.raw(), x.raw(), count_of(x), nccl_type(x.dtype()),
-                           op == ReduceOp::kSum ? ncclSum : ncclMax, nccl_, queue);
+      return together(tensors, [&](const Tensor& x) {
+        return ncclAllReduce(x.raw(), x.raw(), count_of(x), nccl_type(x.dtype()),
+                             op == ReduceOp::kSum ? ncclSum : ncclMax, nccl_, queue);
+      });
     });
   }
 
   std::unique_ptr<Pending> launch_all_gather(Stream& stream, std::span<const Parts> tensors) override {
     if (tensors.front().whole.device() == Device::kCpu) return MpiCommunicator::launch_all_gather(stream, tensors);
+    if (copies_ && PeerCopies::suit_all_gather(tensors))
+      return start("all_gather", stream, [&](cudaStream_t queue) {
+        copies_->all_gather(queue, tensors);
+        return ncclSuccess;
+      });
     return start("all_gather", stream, [&](cudaStream_t queue) {
       return together(tensors, [&](const Parts& tensor) {
         return ncclAllGather(tensor.part.raw(), tensor.whole.raw(), bytes_of(tensor.part), ncclUint8, nccl_, queue);
@@ -126,6 +137,11 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
 
   std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, std::span<const Parts> tensors) override {
     if (tensors.front().whole.device() == Device::kCpu) return MpiCommunicator::launch_reduce_scatter(stream, tensors);
+    if (copies_ && PeerCopies::suit_reduce_scatter(tensors))
+      return start("reduce_scatter", stream, [&](cudaStream_t queue) {
+        copies_->reduce_scatter(queue, tensors);
+        return ncclSuccess;
+      });
     return start("reduce_scatter", stream, [&](cudaStream_t queue) {
       return together(tensors, [&](const Parts& tensor) {
         return ncclReduceScatter(tensor.whole.raw(), tensor.part.raw(), count_of(tensor.part),
@@ -158,10 +174,10 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
 
  private:
   // One launch for all.
-  template <class Launch>
-  ncclResult_t together(std::span<const Parts> tensors, Launch&& launch) {
+  template <class Operand, class Launch>
+  ncclResult_t together(std::span<const Operand> tensors, Launch&& launch) {
     NcclGroup group(nccl_);
-    for (const Parts& tensor : tensors) NCCL_CHECK(nccl_, launch(tensor));
+    for (const Operand& tensor : tensors) NCCL_CHECK(nccl_, launch(tensor));
     return group.end();
   }
 
@@ -186,6 +202,7 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
 
   CollectiveQueue queue_;
   ncclComm_t nccl_ = nullptr;
+  std::unique_ptr<PeerCopies> copies_;  // null between hosts
 };
 
 }  // namespace

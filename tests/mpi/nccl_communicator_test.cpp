@@ -18,7 +18,7 @@ using support::OwnedTensor;
 
 class NcclCommunicators : public testing::Test {
  protected:
-  static constexpr int64_t kBytes = 64 << 20;
+  static constexpr int64_t kBytes = 128 << 20;
 
   void SetUp() override {
     if (!mpi_test::take_own_gpu()) GTEST_SKIP() << "there are fewer GPUs than ranks";
@@ -63,7 +63,8 @@ class NcclCommunicators : public testing::Test {
 TEST_F(NcclCommunicators, CollectivesGiveWhatMpiGives) {
   const int64_t size = world().size(), last = size - 1;
   uint64_t seed = 1;
-  for (const int64_t n : {1, 3, 1025, 100003}) {
+  // Within a host the largest go as copies.
+  for (const int64_t n : {1, 3, 1025, 100003, 600011, 1048576}) {
     for (const DType dtype : {DType::kF32, DType::kF64, DType::kI64}) {
       const OwnedTensor none(dtype, {1});
       for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax})
@@ -103,6 +104,42 @@ TEST_F(NcclCommunicators, SumsOfBF16AreRoundedOnceWithTwoRanks) {
   const OwnedTensor rounded = support::converted(expected.tensor().rows(world().rank() * n, n), DType::kBF16);
   HostCopy got(sum);
   EXPECT_TRUE(support::is_bit_identical(got.fetch().tensor(), rounded));
+}
+
+// Large enough to go as copies: of several tensors at once, one after the other in the same memory.
+TEST_F(NcclCommunicators, ManyLargeOnesInTurnGiveWhatMpiGives) {
+  const int64_t size = world().size(), rank = world().rank();
+  const std::vector<int64_t> lengths = {200003, 1, 131072, 77};
+  uint64_t seed = 50;
+  for (int turn = 0; turn < 5; ++turn) {
+    std::vector<OwnedTensor> wholes;
+    std::vector<Tensor> wholes_there, parts_there;
+    std::vector<Parts> here, there;
+    const Arena::Scope scope(*memory_);
+    for (const int64_t n : lengths) {
+      wholes.push_back(numbers(turn % 2 == 0 ? DType::kF32 : DType::kF64, {size * n}, ++seed));
+      const Tensor whole = wholes.back(), whole_there = wholes.back().copy_to(*stream_, *memory_);
+      here.push_back({.whole = whole, .part = whole.rows(rank * n, n)});
+      there.push_back({.whole = whole_there, .part = whole_there.rows(rank * n, n)});
+    }
+    // The sum of the own parts, where they are, and then everybody's.
+    std::vector<OwnedTensor> sums;
+    std::vector<Parts> to_sums;
+    for (const Parts& tensor : here) {
+      sums.emplace_back(tensor.part.dtype(), tensor.part.shape());
+      to_sums.push_back({.whole = tensor.whole, .part = sums.back()});
+    }
+    world().start_reduce_scatter(*host_stream_, to_sums)->wait();
+    for (size_t i = 0; i < here.size(); ++i) copy(*host_stream_, here[i].part, sums[i]);
+    world().start_all_gather(*host_stream_, here)->wait();
+    const auto summing = world().start_reduce_scatter(*stream_, there);
+    summing->wait();
+    world().start_all_gather(*stream_, there)->wait();
+    for (size_t i = 0; i < here.size(); ++i) {
+      HostCopy got(there[i].whole);
+      EXPECT_TRUE(support::is_bit_identical(got.fetch().tensor(), here[i].whole)) << turn << " " << i;
+    }
+  }
 }
 
 // Work on the stream before a collective is in it, and work after wait() sees it, in whatever order they are waited
