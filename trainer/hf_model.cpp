@@ -435,7 +435,8 @@ HfModel read_hf_config(std::string_view json, const std::string& file) {
   if (!object.is_object()) throw_user_error(file, ": must be a JSON object");
   Fields fields(object, file, "");
   HfModel model;
-  const Family& family = family_named(fields, fields.text("model_type", ""));
+  const std::string type = fields.text("model_type", "");
+  const Family& family = family_named(fields, type);
   model.family = family.family;
   read_common(fields, model.config);
   family.read(fields, model.config);
