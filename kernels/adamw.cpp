@@ -12,10 +12,11 @@ void check_control(const Stream& stream, const Tensor& control) {
 
 }  // namespace
 
-void accumulate_norm_squared(Stream& stream, Tensor control, const Tensor& grad) {
+void accumulate_norm_squared(Stream& stream, Tensor control, std::span<const Tensor> grads) {
   check_control(stream, control);
-  check_contiguous_operand(stream, "grad", grad, floating_dtype(stream, "grad", grad), grad.shape());
-  PALIMPSEST_DISPATCH(stream, accumulate_norm_squared(stream, control, grad));
+  for (const Tensor& grad : grads)
+    check_contiguous_operand(stream, "grad", grad, floating_dtype(stream, "grad", grad), grad.shape());
+  PALIMPSEST_DISPATCH(stream, accumulate_norm_squared(stream, control, grads));
 }
 
 void require_finite(Stream& stream, Tensor control, const Tensor& sum) {
@@ -29,19 +30,21 @@ void prepare_step(Stream& stream, Tensor control, double max_norm) {
   PALIMPSEST_DISPATCH(stream, prepare_step(stream, control, max_norm));
 }
 
-void adamw_step(Stream& stream, Tensor param, Tensor m, Tensor v, const Tensor& grad, const Tensor& control,
+void adamw_step(Stream& stream, std::span<const AdamwOperands> operands, const Tensor& control,
                 const AdamwOptions& options) {
-  const DType dtype = floating_dtype(stream, "param", param);
   check_control(stream, control);
-  const struct {
-    const char* name;
-    const Tensor& tensor;
-  } operands[] = {{"param", param}, {"m", m}, {"v", v}, {"grad", grad}};
-  for (const auto& [name, tensor] : operands) {
-    check_contiguous_operand(stream, name, tensor, dtype, tensor.shape());
-    CHECK(tensor.numel() == param.numel(), name, " is ", tensor.str(), ", param is ", param.str());
+  for (const AdamwOperands& each : operands) {
+    const DType dtype = floating_dtype(stream, "param", each.param);
+    const struct {
+      const char* name;
+      const Tensor& tensor;
+    } named[] = {{"param", each.param}, {"m", each.m}, {"v", each.v}, {"grad", each.grad}};
+    for (const auto& [name, tensor] : named) {
+      check_contiguous_operand(stream, name, tensor, dtype, tensor.shape());
+      CHECK(tensor.numel() == each.param.numel(), name, " is ", tensor.str(), ", param is ", each.param.str());
+    }
   }
-  PALIMPSEST_DISPATCH(stream, adamw_step(stream, param, m, v, grad, control, options));
+  PALIMPSEST_DISPATCH(stream, adamw_step(stream, operands, control, options));
 }
 
 void sgd_step(Stream& stream, Tensor param, const Tensor& grad, const Tensor& control, double lr) {

@@ -116,23 +116,29 @@ StepResult TrainStep::run(std::span<const ModelInput> micro_batches, int64_t num
 
 void TrainStep::accumulate_norm() {
   fill_zero(context_.stream, control_.rows(kNormSquared, 1));
+  std::vector<Tensor> grads;
   for (const Parameter& parameter : registry_.parameters())
-    if (counts_in_sums(context_, parameter)) accumulate_norm_squared(context_.stream, control_, parameter.grad_shard);
+    if (counts_in_sums(context_, parameter)) grads.push_back(parameter.grad_shard);
+  accumulate_norm_squared(context_.stream, control_, grads);
   context_.mesh.world().all_reduce(context_.stream, control_.rows(kNormSquared, 1), ReduceOp::kSum);
 }
 
 void TrainStep::update_parameters(double lr) {
-  for (const Parameter& parameter : registry_.parameters()) {
-    if (options_.update == UpdateRule::kSgd) {
+  if (options_.update == UpdateRule::kSgd) {
+    for (const Parameter& parameter : registry_.parameters())
       sgd_step(context_.stream, parameter.value_shard, parameter.grad_shard, control_, lr);
-      continue;
-    }
-    AdamwOptions adamw = options_.adamw;
-    adamw.lr = lr;
-    if (parameter.spec.decay == WeightDecay::kNo) adamw.weight_decay = 0.0;
-    adamw_step(context_.stream, parameter.value_shard, parameter.adam_m, parameter.adam_v, parameter.grad_shard,
-               control_, adamw);
+    return;
   }
+  AdamwOptions adamw = options_.adamw;
+  adamw.lr = lr;
+  std::vector<AdamwOperands> operands;
+  for (const Parameter& parameter : registry_.parameters())
+    operands.push_back({.param = parameter.value_shard,
+                        .m = parameter.adam_m,
+                        .v = parameter.adam_v,
+                        .grad = parameter.grad_shard,
+                        .weight_decay = parameter.spec.decay == WeightDecay::kNo ? 0.0 : adamw.weight_decay});
+  adamw_step(context_.stream, operands, control_, adamw);
 }
 
 void TrainStep::update_selection_biases() {

@@ -14,14 +14,15 @@ constexpr int64_t kGrain = 16384;  // elements of one range
 
 }  // namespace
 
-void accumulate_norm_squared(Stream&, Tensor control, const Tensor& grad) {
-  with_real(grad.dtype(), [&](auto zero) {
-    const auto* g = grad.data<decltype(zero)>();
-    control.data<double>()[kNormSquared] += wide_sum(grad.numel(), [=](int64_t i) {
-      const double value = g[i];
-      return value * value;
+void accumulate_norm_squared(Stream&, Tensor control, std::span<const Tensor> grads) {
+  for (const Tensor& grad : grads)
+    with_real(grad.dtype(), [&](auto zero) {
+      const auto* g = grad.data<decltype(zero)>();
+      control.data<double>()[kNormSquared] += wide_sum(grad.numel(), [=](int64_t i) {
+        const double value = g[i];
+        return value * value;
+      });
     });
-  });
 }
 
 void require_finite(Stream&, Tensor control, const Tensor& sum) {
@@ -38,14 +39,13 @@ void prepare_step(Stream&, Tensor control, double max_norm) {
   if (finite) c[kAppliedSteps] += 1.0;
 }
 
-void adamw_step(Stream&, Tensor param, Tensor m, Tensor v, const Tensor& grad, const Tensor& control,
-                const AdamwOptions& options) {
-  const double* c = control.data<double>();
-  if (c[kFinite] == 0.0) return;
-  with_real(param.dtype(), [&](auto zero) {
+namespace {
+
+void update(const AdamwOperands& operands, const double* c, const AdamwOptions& options) {
+  with_real(operands.param.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    T *p = param.data<T>(), *first = m.data<T>(), *second = v.data<T>();
-    const T* g = grad.data<T>();
+    T *p = operands.param.data<T>(), *first = operands.m.data<T>(), *second = operands.v.data<T>();
+    const T* g = operands.grad.data<T>();
     const auto clip = static_cast<T>(c[kClipFactor]);
     const auto beta1 = static_cast<T>(options.beta1), beta2 = static_cast<T>(options.beta2);
     const auto new1 = static_cast<T>(1.0 - options.beta1), new2 = static_cast<T>(1.0 - options.beta2);
@@ -53,8 +53,8 @@ void adamw_step(Stream&, Tensor param, Tensor m, Tensor v, const Tensor& grad, c
     const auto unbias1 = static_cast<T>(options.lr / (1.0 - std::pow(options.beta1, c[kAppliedSteps])));
     const auto unbias2 = static_cast<T>(1.0 / (1.0 - std::pow(options.beta2, c[kAppliedSteps])));
     const auto eps = static_cast<T>(options.eps);
-    const auto decay = static_cast<T>(options.lr * options.weight_decay);
-    parallel_ranges(param.numel(), kGrain, [=](int64_t begin, int64_t end) {
+    const auto decay = static_cast<T>(options.lr * operands.weight_decay);
+    parallel_ranges(operands.param.numel(), kGrain, [=](int64_t begin, int64_t end) {
 #pragma omp simd
       for (int64_t i = begin; i < end; ++i) {
         const T gradient = g[i] * clip;
@@ -67,6 +67,14 @@ void adamw_step(Stream&, Tensor param, Tensor m, Tensor v, const Tensor& grad, c
       }
     });
   });
+}
+
+}  // namespace
+
+void adamw_step(Stream&, std::span<const AdamwOperands> operands, const Tensor& control, const AdamwOptions& options) {
+  const double* c = control.data<double>();
+  if (c[kFinite] == 0.0) return;
+  for (const AdamwOperands& each : operands) update(each, c, options);
 }
 
 void sgd_step(Stream&, Tensor param, const Tensor& grad, const Tensor& control, double lr) {

@@ -14,13 +14,49 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kNormBlocks = 528, kMaxBlocks = 4224;
 
+// Flat arrays that one launch goes through, each with blocks of its own. `arrays` are pointers to those of one index.
+constexpr int kMostArrays = 48;
+
+template <class Arrays>
+struct Batch {
+  int count = 0;
+  int first_block[kMostArrays + 1] = {};
+  int64_t n[kMostArrays] = {};
+  Arrays arrays[kMostArrays] = {};
+
+  int blocks() const { return first_block[count]; }
+  void add(int64_t length, int64_t its_blocks, const Arrays& its_arrays) {
+    n[count] = length;
+    arrays[count] = its_arrays;
+    first_block[count + 1] = first_block[count] + static_cast<int>(its_blocks);
+    ++count;
+  }
+  // Which array this block works on.
+  __device__ int index() const {
+    int i = 0;
+    while (static_cast<int>(blockIdx.x) >= first_block[i + 1]) ++i;
+    return i;
+  }
+  // Of array i: the first element of this thread, and those from one of its packs to the next.
+  template <int kPack>
+  __device__ int64_t begin(int i) const {
+    return (static_cast<int64_t>(static_cast<int>(blockIdx.x) - first_block[i]) * kThreads + threadIdx.x) * kPack;
+  }
+  template <int kPack>
+  __device__ int64_t step(int i) const {
+    return static_cast<int64_t>(first_block[i + 1] - first_block[i]) * kThreads * kPack;
+  }
+};
+
 // sums [gridDim.x]: each block's share of sum x^2.
 template <int kPack>
-__global__ void square_kernel(double* sums, const float* x, int64_t n) {
+__global__ void square_kernel(double* sums, const __grid_constant__ Batch<const float*> batch) {
   __shared__ double room[kWarp];
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * kPack;
+  const int which = batch.index();
+  const float* x = batch.arrays[which];
+  const int64_t n = batch.n[which], step = batch.template step<kPack>(which);
   double own = 0;
-  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kPack; i < n; i += step) {
+  for (int64_t i = batch.template begin<kPack>(which); i < n; i += step) {
     float values[kPack];
     load(x + i, values);
 #pragma unroll
@@ -55,8 +91,14 @@ struct StepFactors {
   float clip, unbias1, unbias2;
 };
 
+struct AdamwArrays {
+  float *p, *m, *v;
+  const float* grad;
+  float decay;  // lr * weight_decay
+};
+
 template <int kPack>
-__global__ void adamw_kernel(float* p, float* m, float* v, const float* grad, const double* control, int64_t n,
+__global__ void adamw_kernel(const __grid_constant__ Batch<AdamwArrays> batch, const double* control,
                              AdamwOptions options) {
   __shared__ StepFactors factors;
   if (control[kFinite] == 0.0) return;
@@ -70,9 +112,11 @@ __global__ void adamw_kernel(float* p, float* m, float* v, const float* grad, co
   const StepFactors f = factors;
   const auto beta1 = static_cast<float>(options.beta1), beta2 = static_cast<float>(options.beta2);
   const auto new1 = static_cast<float>(1.0 - options.beta1), new2 = static_cast<float>(1.0 - options.beta2);
-  const auto eps = static_cast<float>(options.eps), decay = static_cast<float>(options.lr * options.weight_decay);
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * kPack;
-  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kPack; i < n; i += step) {
+  const auto eps = static_cast<float>(options.eps);
+  const int which = batch.index();
+  const auto [p, m, v, grad, decay] = batch.arrays[which];
+  const int64_t n = batch.n[which], step = batch.template step<kPack>(which);
+  for (int64_t i = batch.template begin<kPack>(which); i < n; i += step) {
     float param[kPack], first[kPack], second[kPack], g[kPack];
     load(p + i, param);
     load(m + i, first);
@@ -111,30 +155,64 @@ int64_t blocks_for(int64_t n, int pack, int64_t most) {
 }
 
 // with_pack for flat arrays: their length must divide too.
+bool fits_pack(std::initializer_list<const Tensor*> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const Tensor* tensor) {
+    return tensor->numel() % 4 == 0 && reinterpret_cast<uintptr_t>(tensor->raw()) % 16 == 0;
+  });
+}
 template <class Body>
-void with_flat_pack(std::initializer_list<const Tensor*> tensors, Body body) {
-  const int64_t n = (*tensors.begin())->numel();
-  bool fits = n % 4 == 0;
-  for (const Tensor* tensor : tensors) fits = fits && reinterpret_cast<uintptr_t>(tensor->raw()) % 16 == 0;
+void with_flat_pack(bool fits, Body body) {
   if (fits)
     body(std::integral_constant<int, 4>{});
   else
     body(std::integral_constant<int, 1>{});
 }
 
+// Calls launch(batch, pack) for all items, those that fit packs first. of(item) gives the length, the arrays, and
+// whether they do.
+template <class Arrays>
+struct Flat {
+  int64_t n;
+  Arrays arrays;
+  bool fits;
+};
+template <class Arrays, class Items, class Of, class Launch>
+void in_batches(const Items& items, int64_t most_blocks, Of of, Launch launch_batch) {
+  for (const bool fits : {true, false})
+    with_flat_pack(fits, [&](auto pack) {
+      Batch<Arrays> batch;
+      const auto send = [&] {
+        if (batch.count > 0) launch_batch(batch, pack);
+        batch = {};
+      };
+      for (const auto& item : items) {
+        const Flat<Arrays> flat = of(item);
+        if (flat.fits != fits || flat.n == 0) continue;
+        batch.add(flat.n, blocks_for(flat.n, decltype(pack)::value, most_blocks), flat.arrays);
+        if (batch.count == kMostArrays) send();
+      }
+      send();
+    });
+}
+
 }  // namespace
 
-void accumulate_norm_squared(Stream& stream, Tensor control, const Tensor& grad) {
-  const int64_t n = grad.numel();
+void accumulate_norm_squared(Stream& stream, Tensor control, std::span<const Tensor> grads) {
   const Arena::Scope scope(stream.scratch());
-  const Tensor sums = stream.scratch().allocate(DType::kF64, {kNormBlocks});
-  with_flat_pack({&grad}, [&](auto pack) {
-    constexpr int kPack = decltype(pack)::value;
-    const int64_t blocks = blocks_for(n, kPack, kNormBlocks);
-    launch(stream, square_kernel<kPack>, {.grid_x = blocks, .threads = kThreads}, sums.data<double>(),
-           grad.data<float>(), n);
-    launch(stream, add_squares_kernel, {.threads = 1024}, control.data<double>(), sums.data<double>(), blocks);
-  });
+  const int64_t most = std::min<int64_t>(kMostArrays, static_cast<int64_t>(grads.size()));
+  const Tensor sums = stream.scratch().allocate(DType::kF64, {most * kNormBlocks});
+  if (stream.is_planning()) return;
+  in_batches<const float*>(
+      grads, kNormBlocks,
+      [](const Tensor& grad) {
+        return Flat<const float*>{.n = grad.numel(), .arrays = grad.data<float>(), .fits = fits_pack({&grad})};
+      },
+      [&](const Batch<const float*>& batch, auto pack) {
+        launch(stream, square_kernel<decltype(pack)::value>, {.grid_x = batch.blocks(), .threads = kThreads},
+               sums.data<double>(), batch);
+        launch(stream, add_squares_kernel, {.threads = 1024}, control.data<double>(), sums.data<double>(),
+               batch.blocks());
+      });
 }
 
 void require_finite(Stream& stream, Tensor control, const Tensor& sum) {
@@ -145,20 +223,29 @@ void prepare_step(Stream& stream, Tensor control, double max_norm) {
   launch(stream, prepare_kernel, {.threads = 1}, control.data<double>(), max_norm);
 }
 
-void adamw_step(Stream& stream, Tensor param, Tensor m, Tensor v, const Tensor& grad, const Tensor& control,
+void adamw_step(Stream& stream, std::span<const AdamwOperands> operands, const Tensor& control,
                 const AdamwOptions& options) {
-  const int64_t n = param.numel();
-  with_flat_pack({&param, &m, &v, &grad}, [&](auto pack) {
-    constexpr int kPack = decltype(pack)::value;
-    launch(stream, adamw_kernel<kPack>, {.grid_x = blocks_for(n, kPack, kMaxBlocks), .threads = kThreads},
-           param.data<float>(), m.data<float>(), v.data<float>(), grad.data<float>(), control.data<double>(), n,
-           options);
-  });
+  if (stream.is_planning()) return;
+  in_batches<AdamwArrays>(
+      operands, kMaxBlocks,
+      [&](const AdamwOperands& each) {
+        return Flat<AdamwArrays>{.n = each.param.numel(),
+                                 .arrays = {.p = each.param.data<float>(),
+                                            .m = each.m.data<float>(),
+                                            .v = each.v.data<float>(),
+                                            .grad = each.grad.data<float>(),
+                                            .decay = static_cast<float>(options.lr * each.weight_decay)},
+                                 .fits = fits_pack({&each.param, &each.m, &each.v, &each.grad})};
+      },
+      [&](const Batch<AdamwArrays>& batch, auto pack) {
+        launch(stream, adamw_kernel<decltype(pack)::value>, {.grid_x = batch.blocks(), .threads = kThreads}, batch,
+               control.data<double>(), options);
+      });
 }
 
 void sgd_step(Stream& stream, Tensor param, const Tensor& grad, const Tensor& control, double lr) {
   const int64_t n = param.numel();
-  with_flat_pack({&param, &grad}, [&](auto pack) {
+  with_flat_pack(fits_pack({&param, &grad}), [&](auto pack) {
     constexpr int kPack = decltype(pack)::value;
     launch(stream, sgd_kernel<kPack>, {.grid_x = blocks_for(n, kPack, kMaxBlocks), .threads = kThreads},
            param.data<float>(), grad.data<float>(), control.data<double>(), n, lr);

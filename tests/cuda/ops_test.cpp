@@ -288,6 +288,29 @@ TEST(CudaAdamw, MatchesTheCpu) {
     });
 }
 
+// More than one launch takes, of every length and alignment.
+TEST(CudaAdamw, ManyAtOnceMatchTheCpu) {
+  expect_same_on_gpu([](Lab& lab) {
+    const Tensor control = lab.accumulated_wide("control", {0.5, 0, 2, 0});
+    std::vector<Tensor> grads;
+    std::vector<AdamwOperands> operands;
+    for (int64_t i = 0; i < 107; ++i) {
+      const int64_t n = i % 3 == 0 ? 4 * i + 4 : 11 * i + 1;
+      const std::string which = std::to_string(i);
+      grads.push_back(lab.weight("grad" + which, {n}));
+      operands.push_back({.param = lab.accumulated("param" + which, {n}),
+                          .m = lab.accumulated("m" + which, {n}),
+                          .v = lab.statistics("v" + which, {n}),
+                          .grad = grads.back(),
+                          .weight_decay = i % 2 == 0 ? 0.1 : 0.0});
+      fill_zero(lab.stream(), operands.back().v);
+    }
+    accumulate_norm_squared(lab.stream(), control, grads);
+    prepare_step(lab.stream(), control, 3.0);
+    adamw_step(lab.stream(), operands, control, {.lr = 1e-2});
+  });
+}
+
 TEST(CudaAdamw, StepsThatAreNotFiniteAreSkipped) {
   expect_same_on_gpu([](Lab& lab) {
     const Tensor control = lab.accumulated_wide("control", {1.0, 7, 2, 7}), grad = lab.weight("grad", {100});

@@ -56,6 +56,36 @@ TEST(GradientNorm, IsSummedInF64InAFixedOrder) {
   EXPECT_NEAR(values_of(control)[kClipFactor] * 5e30, 1, 1e-6);
 }
 
+TEST(GradientNorm, OfAListIsThatOfItsTensorsInTurn) {
+  CpuStream stream;
+  const std::vector<Tensor> none;
+  const OwnedTensor a = random_tensor(DType::kF32, {17, 3}, 1), b = random_tensor(DType::kF32, {101}, 2);
+  const OwnedTensor together = new_control(), in_turn = new_control();
+  accumulate_norm_squared(stream, together, none);
+  EXPECT_EQ(values_of(together)[kNormSquared], 0);
+  accumulate_norm_squared(stream, together, std::vector<Tensor>{a, b});
+  accumulate_norm_squared(stream, in_turn, a);
+  accumulate_norm_squared(stream, in_turn, b);
+  EXPECT_TRUE(is_bit_identical(together, in_turn));
+}
+
+TEST(Adamw, OfAListHasADecayEach) {
+  CpuStream stream;
+  const OwnedTensor control = tensor_of(DType::kF64, {1, 1, 1, 1});
+  std::vector<OwnedTensor> tensors;
+  std::vector<AdamwOperands> operands;
+  for (const double decay : {0.5, 0.0}) {
+    const Tensor param = tensors.emplace_back(tensor_of(DType::kF64, {2, 4}));
+    const Tensor m = tensors.emplace_back(tensor_of(DType::kF64, {0, 0}));
+    const Tensor v = tensors.emplace_back(tensor_of(DType::kF64, {0, 0}));
+    const Tensor grad = tensors.emplace_back(tensor_of(DType::kF64, {0, 0}));
+    operands.push_back({.param = param, .m = m, .v = v, .grad = grad, .weight_decay = decay});
+  }
+  adamw_step(stream, operands, control, {.lr = 0.1, .weight_decay = 7});
+  EXPECT_EQ(values_of(operands[0].param), (std::vector<double>{1.9, 3.8}));
+  EXPECT_EQ(values_of(operands[1].param), (std::vector<double>{2, 4}));
+}
+
 // Gradients 1, then -0.5, with b1 = 0.9, b2 = 0.99, lr = 0.1, eps = 0, decay 0.1 on a weight of 2:
 //   step 1: m = 0.1, v = 0.01, m^ = 1, v^ = 1: 2 - 0.1*0.1*2 - 0.1 = 1.88
 //   step 2: m = 0.04, v = 0.0124, m^ = 0.04/0.19, v^ = 0.0124/0.0199
