@@ -217,7 +217,8 @@ void Attention::backward(Context& context, const Sequence& sequence, const Saved
 }
 
 double Attention::flops_per_token(int64_t row_length) const {
-  return 2.0 * static_cast<double>(num_heads_ * 2 * head_dim_) * (static_cast<double>(row_length) + 1.0) / 2.0;
+  const int64_t heads_of_all_ranks = o_proj_->spec.shape[1] / head_dim_;
+  return 2.0 * static_cast<double>(heads_of_all_ranks * 2 * head_dim_) * (static_cast<double>(row_length) + 1.0) / 2.0;
 }
 
 std::unique_ptr<DecodeState> Attention::make_decode_state(Context& context, int64_t max_tokens) const {

@@ -60,15 +60,43 @@ Tensor DeltaMixer::gate_columns(const Tensor& proj) const {
 }
 
 Tensor DeltaMixer::output_gate(const DeltaProjections& projections) const {
-  const auto& [proj, decay, gate] = projections;
+  const auto& [whole, proj, decay, gate] = projections;
   return (gate.defined() ? gate : gate_columns(proj)).split_columns(parts_.num_value_heads, parts_.value_size);
 }
 
+int64_t DeltaMixer::padded_rows() const {
+  constexpr int64_t kMultiple = 8;
+  return (parts_.in_proj->value.dim(0) + kMultiple - 1) / kMultiple * kMultiple;
+}
+
+Tensor DeltaMixer::padded_weight(Context& context) const {
+  const Tensor& weight = parts_.in_proj->value;
+  const int64_t rows = weight.dim(0);
+  if (rows == padded_rows()) return weight;
+  const Tensor padded = context.stream.scratch().allocate(context.dtype, {padded_rows(), weight.dim(1)});
+  copy(context.stream, padded.rows(0, rows), weight);
+  fill_zero(context.stream, padded.rows(rows, padded_rows() - rows));
+  return padded;
+}
+
+void DeltaMixer::add_weight_gradient(Context& context, const Tensor& d_whole, const Tensor& x) const {
+  Stream& stream = context.stream;
+  const Tensor& grad = parts_.in_proj->grad;
+  const int64_t rows = grad.dim(0);
+  if (rows == padded_rows()) {
+    linear_backward_weight(stream, grad, d_whole, x);
+    return;
+  }
+  Arena::Scope scope(stream.scratch());
+  const Tensor padded = stream.scratch().allocate(grad.dtype(), {padded_rows(), grad.dim(1)});
+  fill_zero(stream, padded);
+  linear_backward_weight(stream, padded, d_whole, x);
+  add(stream, grad, grad, padded.rows(0, rows));
+}
+
 DeltaProjections DeltaMixer::allocate_projections(Arena& arena, DType dtype, int64_t N) const {
-  // A tensor rank's share has any number of columns, but a GPU is slow with rows that do not start on 16 bytes.
-  constexpr int64_t kRow = 8;
-  const int64_t columns = parts_.in_proj->value.dim(0), stride = (columns + kRow - 1) / kRow * kRow;
-  DeltaProjections out = {.proj = arena.allocate(dtype, {N, stride}).columns(0, columns)};
+  const Tensor whole = arena.allocate(dtype, {N, padded_rows()});
+  DeltaProjections out = {.whole = whole, .proj = whole.columns(0, parts_.in_proj->value.dim(0))};
   if (parts_.decay_b) out.decay = arena.allocate(dtype, {N, parts_.decay_b->value.dim(0)});
   if (parts_.gate_b) out.gate = arena.allocate(dtype, {N, parts_.gate_b->value.dim(0)});
   return out;
@@ -78,7 +106,10 @@ DeltaProjections DeltaMixer::project(Context& context, Arena& arena, const Tenso
   Stream& stream = context.stream;
   DeltaProjections out = allocate_projections(arena, context.dtype, x.dim(0));
   // 1. all projections of x
-  linear_forward(stream, out.proj, x, parts_.in_proj->value, Write::kOverwrite);
+  {
+    Arena::Scope scope(stream.scratch());
+    linear_forward(stream, out.whole, x, padded_weight(context), Write::kOverwrite);
+  }
   // 2. decay logits and output gate of low rank
   if (parts_.decay_b)
     linear_forward(stream, out.decay, decay_columns(out.proj), parts_.decay_b->value, Write::kOverwrite);
@@ -95,7 +126,7 @@ Tensor DeltaMixer::normed(Context& context, const Tensor& o, const Tensor& rstd,
 }
 
 DeltaRuleInputs DeltaMixer::delta_inputs(const Tensor& convolved, const DeltaProjections& projections) const {
-  const auto& [proj, decay, gate] = projections;
+  const auto& [whole, proj, decay, gate] = projections;
   const int64_t H = parts_.num_heads, HV = parts_.num_value_heads, K = parts_.key_size, V = parts_.value_size;
   DeltaRuleInputs in;
   in.q = convolved.columns(0, H * K).split_columns(H, K);
@@ -163,7 +194,7 @@ void DeltaMixer::backward(Context& context, const Sequence& sequence, const Save
   Arena::Scope scope(scratch);
   const int64_t N = x.dim(0), HV = parts_.num_value_heads, V = parts_.value_size;
   const DeltaProjections d_projections = allocate_projections(scratch, context.dtype, N);
-  const auto& [d_proj, d_decay, d_gate] = d_projections;
+  const auto& [d_whole, d_proj, d_decay, d_gate] = d_projections;
   const Tensor d_o = scratch.allocate(context.dtype, {N, HV, V});
   {
     Arena::Scope inner(scratch);
@@ -212,7 +243,9 @@ void DeltaMixer::backward(Context& context, const Sequence& sequence, const Save
     linear_backward_input(stream, decay_columns(d_proj), d_decay, parts_.decay_b->value, Write::kOverwrite);
   }
   // 1.
-  linear_backward_input(stream, dx, d_proj, parts_.in_proj->value, Write::kOverwrite);
+  const int64_t more = d_whole.dim(1) - d_proj.dim(1);
+  if (more > 0) fill_zero(stream, d_whole.columns(d_proj.dim(1), more));
+  linear_backward_input(stream, dx, d_whole, padded_weight(context), Write::kOverwrite);
   dx.filled();
   {
     Arena::Scope inner(scratch);
@@ -221,11 +254,12 @@ void DeltaMixer::backward(Context& context, const Sequence& sequence, const Save
     linear_backward_weight(stream, parts_.o_proj->grad, dy, normed(context, saved.o, rstd, saved).merge_columns());
   }
   dx.may_be_taken();
-  linear_backward_weight(stream, parts_.in_proj->grad, d_proj, x);
+  add_weight_gradient(context, d_whole, x);
 }
 
 double DeltaMixer::flops_per_token(int64_t) const {
-  return static_cast<double>(parts_.num_value_heads) * delta_rule_flops(parts_.key_size, parts_.value_size);
+  const int64_t heads_of_all_ranks = parts_.o_proj->spec.shape[1] / parts_.value_size;
+  return static_cast<double>(heads_of_all_ranks) * delta_rule_flops(parts_.key_size, parts_.value_size);
 }
 
 std::unique_ptr<DecodeState> DeltaMixer::make_decode_state(Context& context, int64_t) const {

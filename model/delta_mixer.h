@@ -48,6 +48,7 @@ ParameterSpec decay_parameter(std::string name, int64_t size, int64_t heads, Ini
 
 // All projections of x [N, D], or their gradients.
 struct DeltaProjections {
+  Tensor whole;  // [N, P']: proj and columns to fill up, see DeltaMixer::padded_rows
   Tensor proj;   // [N, P]: the stacked first projections
   Tensor decay;  // [N, HV*K]: decay logits of low rank; absent when they are columns of proj
   Tensor gate;   // [N, HV*V]: output gate of low rank; absent when it is columns of proj
@@ -70,6 +71,11 @@ class DeltaMixer : public TokenMixer {
   Tensor conv_columns(const Tensor& proj) const;   // [N, C]
   Tensor decay_columns(const Tensor& proj) const;  // [N, decay_rows]
   Tensor gate_columns(const Tensor& proj) const;   // [N, gate_rows]
+  // A tensor rank's share of the stack can have any number of rows P, but a GPU multiplies slowly by one that is not a
+  // multiple of 8. So products are of P' rows, the last of which are zero.
+  int64_t padded_rows() const;
+  Tensor padded_weight(Context& context) const;  // [P', D]: the stack itself, or in scratch memory
+  void add_weight_gradient(Context& context, const Tensor& d_whole, const Tensor& x) const;
   DeltaProjections allocate_projections(Arena& arena, DType dtype, int64_t N) const;
   DeltaProjections project(Context& context, Arena& arena, const Tensor& x) const;
   // The op's inputs from the convolved columns [N, C] and the projections. Given gradients instead, the places of the

@@ -47,6 +47,38 @@ CUdeviceptr address_of(const void* memory) {
   return reinterpret_cast<CUdeviceptr>(memory);
 }
 
+// Copies that do not depend on each other. Many parameters are small, and a call for each would cost more than the
+// copy.
+class CopyList {
+ public:
+  void add(void* to, const void* from, int64_t bytes) {
+    if (to == from || bytes == 0) return;
+    to_.push_back(to);
+    from_.push_back(from);
+    bytes_.push_back(static_cast<size_t>(bytes));
+  }
+  void start(cudaStream_t queue) {
+#if CUDART_VERSION >= 13000
+    if (to_.size() > 1) {
+      cudaMemcpyAttributes attributes = {};
+      attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+      attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+      size_t first = 0;
+      CUDA_CHECK(
+          cudaMemcpyBatchAsync(to_.data(), from_.data(), bytes_.data(), to_.size(), &attributes, &first, 1, queue));
+      return;
+    }
+#endif
+    for (size_t i = 0; i < to_.size(); ++i)
+      CUDA_CHECK(cudaMemcpyAsync(to_[i], from_[i], bytes_[i], cudaMemcpyDeviceToDevice, queue));
+  }
+
+ private:
+  std::vector<void*> to_;
+  std::vector<const void*> from_;
+  std::vector<size_t> bytes_;
+};
+
 bool same_host(MPI_Comm comm, int size) {
   MPI_Comm host = MPI_COMM_NULL;
   check_mpi(MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host), "MPI_Comm_split_type");
@@ -187,18 +219,18 @@ void PeerCopies::all_gather(cudaStream_t queue, std::span<const Parts> tensors) 
   for (const Parts& tensor : tensors) wholes.push_back(tensor.whole.raw());
   const std::vector<std::byte*> addresses = addresses_of(wholes);
   ++collective_;
-  const auto write = [&](int to) {
+  CopyList copies;
+  const auto add_copies = [&](int to) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       const Tensor& part = tensors[i].part;
-      std::byte* there = addresses[static_cast<size_t>(to) * tensors.size() + i] + rank_ * part.bytes();
-      if (part.raw() == there) continue;
-      CUDA_CHECK(
-          cudaMemcpyAsync(there, part.raw(), static_cast<size_t>(part.bytes()), cudaMemcpyDeviceToDevice, queue));
+      copies.add(addresses[static_cast<size_t>(to) * tensors.size() + i] + rank_ * part.bytes(), part.raw(),
+                 part.bytes());
     }
   };
+  for_each_other(add_copies);
+  add_copies(rank_);
   meet(queue, Meeting::kBefore);
-  for_each_other(write);
-  write(rank_);
+  copies.start(queue);
   meet(queue, Meeting::kAfter);
 }
 
@@ -209,15 +241,16 @@ void PeerCopies::reduce_scatter(cudaStream_t queue, std::span<const Parts> tenso
   const auto row_of = [&](int rank, int from) {
     return staging_of_[static_cast<size_t>(rank)] + from * staging_bytes_;
   };
-  meet(queue, Meeting::kBefore);
+  CopyList copies;
   for_each_other([&](int to) {
     std::byte* there = row_of(to, rank_);
     for (const auto& [whole, part] : tensors) {
-      CUDA_CHECK(cudaMemcpyAsync(there, static_cast<const std::byte*>(whole.raw()) + to * part.bytes(),
-                                 static_cast<size_t>(part.bytes()), cudaMemcpyDeviceToDevice, queue));
+      copies.add(there, static_cast<const std::byte*>(whole.raw()) + to * part.bytes(), part.bytes());
       there += aligned(part.bytes());
     }
   });
+  meet(queue, Meeting::kBefore);
+  copies.start(queue);
   meet(queue, Meeting::kAfter);
   int64_t offset = 0;
   for (const auto& [whole, part] : tensors) {

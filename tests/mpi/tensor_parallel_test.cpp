@@ -24,6 +24,8 @@ TEST_P(TensorParallel, LogitsAndEveryGradientEqualOneRanks) {
   const int64_t N = batch.input().tokens.dim(0);
   MeshRun one(config, Mesh::single(), DType::kF64, {}, N), split(config, *mesh, DType::kF64, {}, N);
 
+  EXPECT_DOUBLE_EQ(split.model().flops_per_token(64), one.model().flops_per_token(64));
+
   std::vector<double> expected(static_cast<size_t>(N * config.vocab_size), NAN), got(expected);
   Context one_context = one.context(), split_context = split.context();
   one.model().forward_logits(one_context, batch.input(), {expected.data(), DType::kF64, {N, config.vocab_size}});
