@@ -10,6 +10,7 @@
 #include "kernels/linear.h"
 #include "kernels/rms_norm.h"
 #include "model/sequence_attention.h"
+#include "model/tensor_parallel.h"
 
 namespace palimpsest {
 
@@ -90,12 +91,12 @@ Tensor Attention::normalise(Context& context, Arena& arena, const Tensor& x, con
   return y;
 }
 
-AttentionHeads Attention::heads(Context& context, Arena& arena, const Sequence& sequence, const Tensor& x) const {
+AttentionHeads Attention::heads(Context& context, Arena& arena, const Sequence& sequence, const LateTensor& x) const {
   Stream& stream = context.stream;
   AttentionHeads heads;
   // 1. all projections of x
   heads.proj = arena.allocate(context.dtype, {x.dim(0), in_proj_->value.dim(0)});
-  linear_forward(stream, heads.proj, x, in_proj_->value, Write::kOverwrite);
+  linear_forward_of_late(context, heads.proj, x, in_proj_->value);
   // 2. norms of queries and keys
   heads.q = normalise(context, arena, q_columns(heads.proj), q_norm_, heads.q_rstd);
   heads.k = normalise(context, arena, k_columns(heads.proj), k_norm_, heads.k_rstd);
@@ -105,8 +106,8 @@ AttentionHeads Attention::heads(Context& context, Arena& arena, const Sequence& 
   return heads;
 }
 
-std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
-                                          Write write) const {
+std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequence, const LateTensor& x,
+                                          const AwaitedRows& y, Write write) const {
   Stream& stream = context.stream;
   Arena& keep = context.activations;
   Arena::Scope scope(stream.scratch());
@@ -140,7 +141,7 @@ std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequ
     sigmoid_gate_forward(stream, gated, saved->o, gate_columns(saved->proj));
   }
   // 6. output projection
-  linear_forward(stream, y, gated.merge_columns(), o_proj_->value, write);
+  linear_forward_to_awaited(context, y, gated.merge_columns(), o_proj_->value, write);
   return saved;
 }
 

@@ -25,7 +25,7 @@ class Attention : public TokenMixer {
   // Declares <prefix>self_attn.{q,k,v,o}_proj, with the options also g_proj and q_norm, k_norm.
   Attention(const ModelConfig& config, const std::string& prefix, ParameterRegistry& registry);
 
-  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const LateTensor& x, const AwaitedRows& y,
                                  Write write) const override;
   void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
                 const AwaitedTensor& dx) const override;
@@ -42,7 +42,7 @@ class Attention : public TokenMixer {
   // Rows [n, 2*HKV*d] of keys and values from other sequence ranks, as heads [n, HKV, d].
   Tensor passed_keys(const Tensor& rows) const;
   Tensor passed_values(const Tensor& rows) const;
-  AttentionHeads heads(Context& context, Arena& arena, const Sequence& sequence, const Tensor& x) const;
+  AttentionHeads heads(Context& context, Arena& arena, const Sequence& sequence, const LateTensor& x) const;
   // Normalises x [N, h, d] into a new tensor of `arena` when the layer has q/k norms, else x itself.
   Tensor normalise(Context& context, Arena& arena, const Tensor& x, const Parameter* norm, Tensor& rstd) const;
 

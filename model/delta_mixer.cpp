@@ -6,6 +6,7 @@
 #include "kernels/linear.h"
 #include "kernels/short_conv.h"
 #include "model/sequence_states.h"
+#include "model/tensor_parallel.h"
 
 namespace palimpsest {
 
@@ -102,13 +103,13 @@ DeltaProjections DeltaMixer::allocate_projections(Arena& arena, DType dtype, int
   return out;
 }
 
-DeltaProjections DeltaMixer::project(Context& context, Arena& arena, const Tensor& x) const {
+DeltaProjections DeltaMixer::project(Context& context, Arena& arena, const LateTensor& x) const {
   Stream& stream = context.stream;
   DeltaProjections out = allocate_projections(arena, context.dtype, x.dim(0));
   // 1. all projections of x
   {
     Arena::Scope scope(stream.scratch());
-    linear_forward(stream, out.whole, x, padded_weight(context), Write::kOverwrite);
+    linear_forward_of_late(context, out.whole, x, padded_weight(context));
   }
   // 2. decay logits and output gate of low rank
   if (parts_.decay_b)
@@ -152,8 +153,8 @@ Tensor DeltaMixer::convolve(Context& context, const Sequence& sequence, const Te
   return convolved;
 }
 
-std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
-                                           Write write) const {
+std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& sequence, const LateTensor& x,
+                                           const AwaitedRows& y, Write write) const {
   Stream& stream = context.stream;
   Arena& keep = context.activations;
   Arena::Scope scope(stream.scratch());
@@ -182,7 +183,7 @@ std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& seq
   saved->rstd = keep.allocate(statistics_dtype(), {N, HV});
   const Tensor heads = normed(context, saved->o, saved->rstd, *saved);
   // 6. output projection
-  if (y.defined()) linear_forward(stream, y, heads.merge_columns(), parts_.o_proj->value, write);
+  if (y.defined()) linear_forward_to_awaited(context, y, heads.merge_columns(), parts_.o_proj->value, write);
   return saved;
 }
 

@@ -58,7 +58,7 @@ class DeltaMixer : public TokenMixer {
  public:
   explicit DeltaMixer(const DeltaMixerParts& parts) : parts_(parts) {}
 
-  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const LateTensor& x, const AwaitedRows& y,
                                  Write write) const override;
   void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
                 const AwaitedTensor& dx) const override;
@@ -77,7 +77,7 @@ class DeltaMixer : public TokenMixer {
   Tensor padded_weight(Context& context) const;  // [P', D]: the stack itself, or in scratch memory
   void add_weight_gradient(Context& context, const Tensor& d_whole, const Tensor& x) const;
   DeltaProjections allocate_projections(Arena& arena, DType dtype, int64_t N) const;
-  DeltaProjections project(Context& context, Arena& arena, const Tensor& x) const;
+  DeltaProjections project(Context& context, Arena& arena, const LateTensor& x) const;
   // The op's inputs from the convolved columns [N, C] and the projections. Given gradients instead, the places of the
   // op's gradients.
   DeltaRuleInputs delta_inputs(const Tensor& convolved, const DeltaProjections& projections) const;

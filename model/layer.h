@@ -63,9 +63,11 @@ class Branch {
   // Whether forward can add to y, which may then be f32 beside bf16 operands: y takes the sums of its last product as
   // they are.
   virtual bool adds_to_output() const { return true; }
-  // y [N, D] = f(x [N, D]), or y += ... When y is absent only what backward needs is computed (recomputation).
-  virtual std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
-                                         Write write) const = 0;
+  // y [N, D] = f(x [N, D]), or y += ... When y is absent only what backward needs is computed (recomputation). With
+  // tensor ranks rows of x may still be coming, and rows of y be awaited: see linear_forward_of_late and
+  // linear_forward_to_awaited in tensor_parallel.h.
+  virtual std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const LateTensor& x,
+                                         const AwaitedRows& y, Write write) const = 0;
   // dx [N, D] overwritten; gradients of the weights accumulated. x holds the same values as in forward. With tensor
   // ranks x is still coming and dx awaited: x is best used last, dx filled before the gradients of the weights, and the
   // last of these computed after dx.may_be_taken(), from which on dy is not dy any more.

@@ -10,6 +10,7 @@
 #include "kernels/linear.h"
 #include "kernels/mla_heads.h"
 #include "kernels/rms_norm.h"
+#include "model/tensor_parallel.h"
 
 namespace palimpsest {
 
@@ -90,7 +91,7 @@ Tensor Mla::queries(Context& context, Arena& arena, const Tensor& proj, const Te
   return q;
 }
 
-MlaProjections Mla::project(Context& context, Arena& arena, const Sequence& sequence, const Tensor& x,
+MlaProjections Mla::project(Context& context, Arena& arena, const Sequence& sequence, const LateTensor& x,
                             const Tensor& latent) const {
   Stream& stream = context.stream;
   const int64_t N = x.dim(0);
@@ -98,7 +99,7 @@ MlaProjections Mla::project(Context& context, Arena& arena, const Sequence& sequ
   MlaProjections out;
   // 1. all projections of x
   out.proj = arena.allocate(context.dtype, {N, in_proj_->value.dim(0)});
-  linear_forward(stream, out.proj, x, in_proj_->value, Write::kOverwrite);
+  linear_forward_of_late(context, out.proj, x, in_proj_->value);
   // 2. queries
   if (q_rank_ > 0) out.q_rstd = arena.allocate(statistics, {N});
   out.q = queries(context, arena, out.proj, out.q_rstd);
@@ -112,8 +113,8 @@ MlaProjections Mla::project(Context& context, Arena& arena, const Sequence& sequ
   return out;
 }
 
-std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
-                                    Write write) const {
+std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, const LateTensor& x,
+                                    const AwaitedRows& y, Write write) const {
   Stream& stream = context.stream;
   Arena& keep = context.activations;
   Arena& scratch = stream.scratch();
@@ -138,7 +139,7 @@ std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, 
   attention_forward(stream, saved->o, saved->lse, saved->q, k, v, scale_, sequence.documents, sequence.documents);
   if (passed) attend_to_earlier_ranges(context, *passed, saved->q, saved->o, saved->lse);
   // 7. output projection
-  if (y.defined()) linear_forward(stream, y, saved->o.merge_columns(), o_proj_->value, write);
+  if (y.defined()) linear_forward_to_awaited(context, y, saved->o.merge_columns(), o_proj_->value, write);
   return saved;
 }
 

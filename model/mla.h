@@ -30,7 +30,7 @@ class Mla : public TokenMixer {
   // q_a_proj, q_a_layernorm, q_b_proj in place of q_proj.
   Mla(const ModelConfig& config, const std::string& prefix, ParameterRegistry& registry);
 
-  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const LateTensor& x, const AwaitedRows& y,
                                  Write write) const override;
   void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
                 const AwaitedTensor& dx) const override;
@@ -44,7 +44,7 @@ class Mla : public TokenMixer {
   Tensor latent_columns(const Tensor& proj) const;  // [N, r]
   Tensor k_pe_columns(const Tensor& proj) const;    // [N, dr]
   // Projections in `arena`; the normalised latent goes to `latent` [N, r].
-  MlaProjections project(Context& context, Arena& arena, const Sequence& sequence, const Tensor& x,
+  MlaProjections project(Context& context, Arena& arena, const Sequence& sequence, const LateTensor& x,
                          const Tensor& latent) const;
   // q [N, H, dq] from the projection: its columns, or through the query latent (then in `arena`; the statistics go to
   // rstd [N]).

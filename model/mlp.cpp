@@ -2,6 +2,7 @@
 
 #include "kernels/linear.h"
 #include "kernels/swiglu.h"
+#include "model/tensor_parallel.h"
 
 namespace palimpsest {
 
@@ -23,20 +24,21 @@ Mlp::Mlp(int64_t intermediate_size, const std::string& field, int64_t hidden_siz
       {.name = prefix + "down_proj.weight", .shape = {hidden_size, F}, .split = TensorSplit::kColumns, .units = F});
 }
 
-std::unique_ptr<Saved> Mlp::forward(Context& context, const Sequence&, const Tensor& x, Tensor y, Write write) const {
+std::unique_ptr<Saved> Mlp::forward(Context& context, const Sequence&, const LateTensor& x, const AwaitedRows& y,
+                                    Write write) const {
   Stream& stream = context.stream;
   Arena::Scope scope(stream.scratch());
   const int64_t N = x.dim(0);
   auto saved = std::make_unique<SavedMlp>();
   // 1. gate and up
   saved->gate_up = context.activations.allocate(context.dtype, {N, 2 * intermediate_size_});
-  linear_forward(stream, saved->gate_up, x, gate_up_->value, Write::kOverwrite);
+  linear_forward_of_late(context, saved->gate_up, x, gate_up_->value);
   if (!y.defined()) return saved;
   // 2. h = silu(gate) * up
   const Tensor h = stream.scratch().allocate(context.dtype, {N, intermediate_size_});
   swiglu_forward(stream, h, saved->gate_up);
   // 3. down
-  linear_forward(stream, y, h, down_->value, write);
+  linear_forward_to_awaited(context, y, h, down_->value, write);
   return saved;
 }
 

@@ -14,7 +14,7 @@ class Mlp : public FeedForward {
   Mlp(int64_t intermediate_size, const std::string& field, int64_t hidden_size, const std::string& prefix,
       ParameterRegistry& registry);
 
-  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const LateTensor& x, const AwaitedRows& y,
                                  Write write) const override;
   void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
                 const AwaitedTensor& dx) const override;

@@ -79,8 +79,8 @@ Tensor Moe::router_logits(Context& context, const Tensor& x) const {
   return logits;
 }
 
-std::unique_ptr<Saved> Moe::forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
-                                    Write write) const {
+std::unique_ptr<Saved> Moe::forward(Context& context, const Sequence& sequence, const LateTensor& x,
+                                    const AwaitedRows& y, Write write) const {
   CHECK(write == Write::kOverwrite, "experts do not add to their output");
   Stream& stream = context.stream;
   Arena& keep = context.activations;
@@ -97,7 +97,7 @@ std::unique_ptr<Saved> Moe::forward(Context& context, const Sequence& sequence, 
     linear_forward(stream, saved->shared_z, x, shared_gate_->value, Write::kOverwrite);
     if (y.defined()) token_gate_forward(stream, y, saved->shared_y, saved->shared_z);
   } else if (shared_) {
-    saved->shared = shared_->forward(context, sequence, x, y, Write::kOverwrite);
+    saved->shared = shared_->forward(context, sequence, x, static_cast<const Tensor&>(y), Write::kOverwrite);
   }
   // 2. routing
   saved->routing = {.scores = keep.allocate(statistics, {N, E}),

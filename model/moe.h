@@ -28,7 +28,7 @@ class Moe : public FeedForward {
   Moe(const ModelConfig& config, int64_t index, const std::string& prefix, ParameterRegistry& registry);
 
   bool adds_to_output() const override { return false; }  // rows of experts are added up in their own type
-  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const Tensor& x, Tensor y,
+  std::unique_ptr<Saved> forward(Context& context, const Sequence& sequence, const LateTensor& x, const AwaitedRows& y,
                                  Write write) const override;
   void backward(Context& context, const Sequence& sequence, const Saved& saved, const LateTensor& x, const Tensor& dy,
                 const AwaitedTensor& dx) const override;

@@ -41,7 +41,7 @@ SavedResidual Residual::forward(Context& context, const Sequence& sequence, Tens
   } else {
     const Tensor of_branch = scratch.allocate(context.dtype, x.shape());
     PartialSum out(context, of_branch, N);
-    saved.branch = branch_.forward(context, sequence, x_normed, out.all(), Write::kOverwrite);
+    saved.branch = branch_.forward(context, sequence, x_normed, out.rows(), Write::kOverwrite);
     out.scatter();
     add(context.stream, x, x, of_branch);
   }

@@ -3,6 +3,9 @@
 // the branch's output is a partial sum. gather and scatter go from one to the other and are each other's adjoint.
 #pragma once
 
+#include <memory>
+#include <vector>
+
 #include "model/layer.h"
 #include "model/parameters.h"
 
@@ -26,9 +29,14 @@ class TokenGather {
   Tensor own_, all_;
 };
 
+// y [N, O] = x [N, I] w[O, I]^T: rows that are here while others are coming.
+void linear_forward_of_late(Context& context, Tensor y, const LateTensor& x, const Tensor& w);
+// y [N, O] = x [N, I] w[O, I]^T, or y += ...: rows that are on their way while others are computed.
+void linear_forward_to_awaited(Context& context, const AwaitedRows& y, const Tensor& x, const Tensor& w, Write write);
+
 // A branch's output: `all` [N, D] is what every rank fills with its partial sum; scatter() adds them up and leaves this
 // rank's tokens in `local` [n, D]. With one rank `all` is `local`. start_scatter() may come before, once `all` is
-// filled, and lets the caller go on meanwhile.
+// filled, and lets the caller go on meanwhile. Or rows() is filled in its place, where a part is sent when it is there.
 class PartialSum {
  public:
   // Scratch memory is taken here, so the caller's Arena::Scope must outlive it.
@@ -36,13 +44,22 @@ class PartialSum {
   const Tensor& all() const { return all_; }
   void start_scatter();
   void scatter();
+  // Takes scratch memory too.
+  AwaitedRows rows();
 
  private:
+  void send(size_t part);
+  RowPart range_of(int64_t rank) const;
+
   Context& context_;
   Tensor local_;   // [n, D]
   Tensor padded_;  // [T * n, D]
   Tensor all_;     // [N, D]
   std::unique_ptr<Pending> pending_;
+  // Of rows(): the sums of own tokens by the ranks before this one, [n, D] each, and what is on its way. Part i is that
+  // of the rank i + 1 after this one, the last its own.
+  Tensor received_;
+  std::vector<std::unique_ptr<Pending>> parts_;
 };
 
 // Completes the shards of all gradients: sums each over the tensor ranks that hold the same block, where each has the

@@ -82,6 +82,17 @@ std::unique_ptr<Pending> Communicator::start_send_receive(Stream& stream, const 
   return launch_send_receive(stream, out, to, in, from);
 }
 
+std::unique_ptr<Pending> Communicator::start_shift(Stream& stream, const Tensor& out, Tensor in, int64_t by) {
+  CHECK(by > 0 && by < size_, "a shift by ", by, " of ", size_, " ranks");
+  CHECK(out.bytes() == in.bytes(), "a shift of ", out.str(), " to ", in.str());
+  check_contiguous("shift", out);
+  check_contiguous("shift", in);
+  bytes_sent_ += out.bytes();
+  if (stream.is_planning() || out.numel() == 0) return std::make_unique<Done>();
+  const TraceRange range("shift");
+  return launch_shift(stream, out, in, by);
+}
+
 void Communicator::all_reduce(Stream& stream, Tensor x, ReduceOp op) {
   start_all_reduce(stream, x, op)->wait();
 }
@@ -127,6 +138,9 @@ std::unique_ptr<Pending> Communicator::launch_broadcast(Stream&, const Tensor&, 
 }
 std::unique_ptr<Pending> Communicator::launch_send_receive(Stream&, const Tensor&, int64_t, const Tensor&, int64_t) {
   return std::make_unique<Done>();
+}
+std::unique_ptr<Pending> Communicator::launch_shift(Stream& stream, const Tensor& out, const Tensor& in, int64_t by) {
+  return launch_send_receive(stream, out, (rank_ + by) % size_, in, (rank_ + size_ - by) % size_);
 }
 std::unique_ptr<Pending> Communicator::launch_barrier(Stream&) {
   return std::make_unique<Done>();

@@ -67,6 +67,9 @@ class Communicator {
   std::unique_ptr<Pending> start_all_gather(Stream& stream, std::vector<Parts> tensors);
   std::unique_ptr<Pending> start_reduce_scatter(Stream& stream, std::vector<Parts> tensors);
   std::unique_ptr<Pending> start_send_receive(Stream& stream, const Tensor& out, int64_t to, Tensor in, int64_t from);
+  // Around the ring: `out` to the rank that is `by` further on, `in` from the one that is as far back. All of the same
+  // size, by in 1 .. size - 1.
+  std::unique_ptr<Pending> start_shift(Stream& stream, const Tensor& out, Tensor in, int64_t by);
 
   // Bytes that this rank has sent, as a ring would send them: all_gather (size - 1) parts, reduce_scatter the same,
   // all_reduce both.
@@ -86,6 +89,7 @@ class Communicator {
   virtual std::unique_ptr<Pending> launch_broadcast(Stream& stream, const Tensor& x, int64_t root);
   virtual std::unique_ptr<Pending> launch_send_receive(Stream& stream, const Tensor& out, int64_t to, const Tensor& in,
                                                        int64_t from);
+  virtual std::unique_ptr<Pending> launch_shift(Stream& stream, const Tensor& out, const Tensor& in, int64_t by);
   virtual std::unique_ptr<Pending> launch_barrier(Stream& stream);
 
  private:

@@ -172,6 +172,15 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
     });
   }
 
+  std::unique_ptr<Pending> launch_shift(Stream& stream, const Tensor& out, const Tensor& in, int64_t by) override {
+    if (out.device() == Device::kCpu || !copies_ || !PeerCopies::suit_shift(out))
+      return MpiCommunicator::launch_shift(stream, out, in, by);
+    return start("shift", stream, [&](cudaStream_t queue) {
+      copies_->shift(queue, out, in, by);
+      return ncclSuccess;
+    });
+  }
+
  private:
   // One launch for all.
   template <class Operand, class Launch>

@@ -160,6 +160,10 @@ bool PeerCopies::suit_reduce_scatter(std::span<const Parts> tensors) {
          });
 }
 
+bool PeerCopies::suit_shift(const Tensor& out) {
+  return out.bytes() >= kLeastBytes;
+}
+
 PeerCopies::Place PeerCopies::place_of(void* address) {
   Place place = {};
   CUdeviceptr begin = 0;
@@ -169,7 +173,7 @@ PeerCopies::Place PeerCopies::place_of(void* address) {
                "cuPointerGetAttribute");
   place.offset = static_cast<int64_t>(address_of(address) - begin);
   const auto [entry, is_new] = handles_.try_emplace(place.block);
-  if (is_new) CUDA_CHECK(cudaIpcGetMemHandle(&entry->second, reinterpret_cast<void*>(begin)));
+  if (is_new) CUDA_CHECK(cudaIpcGetMemHandle(&entry->second, static_cast<std::byte*>(address) - place.offset));
   place.handle = entry->second;
   return place;
 }
@@ -229,6 +233,17 @@ void PeerCopies::all_gather(cudaStream_t queue, std::span<const Parts> tensors) 
   };
   for_each_other(add_copies);
   add_copies(rank_);
+  meet(queue, Meeting::kBefore);
+  copies.start(queue);
+  meet(queue, Meeting::kAfter);
+}
+
+void PeerCopies::shift(cudaStream_t queue, const Tensor& out, const Tensor& in, int64_t by) {
+  void* own = in.raw();
+  const std::vector<std::byte*> addresses = addresses_of({&own, 1});
+  ++collective_;
+  CopyList copies;
+  copies.add(addresses[static_cast<size_t>((rank_ + by) % size_)], out.raw(), out.bytes());
   meet(queue, Meeting::kBefore);
   copies.start(queue);
   meet(queue, Meeting::kAfter);

@@ -32,10 +32,12 @@ class PeerCopies {
   // Whether these are large enough to be worth it, and of a kind that reduce_scatter can sum.
   static bool suit_all_gather(std::span<const Parts> tensors);
   static bool suit_reduce_scatter(std::span<const Parts> tensors);
+  static bool suit_shift(const Tensor& out);
 
   void all_gather(cudaStream_t queue, std::span<const Parts> tensors);
   // Sums in the order of the ranks, in f32 (f64 of f64), rounded once.
   void reduce_scatter(cudaStream_t queue, std::span<const Parts> tensors);
+  void shift(cudaStream_t queue, const Tensor& out, const Tensor& in, int64_t by);
 
  private:
   // Where memory lies: a block of this process, as others can map it, and a place in it.

@@ -140,7 +140,8 @@ TEST(Moe, EqualsAPlainLoopOverTokens) {
       support::set_values(parameter.value, values_of(run.parameter(parameter.spec.name).value));
     Context context = run.bench().context();
     Arena::Scope scope(context.activations);
-    layer.forward(context, {.documents = Documents::single(kTokens), .positions = {}}, x, y, Write::kOverwrite);
+    layer.forward(context, {.documents = Documents::single(kTokens), .positions = {}}, x.tensor(), y.tensor(),
+                  Write::kOverwrite);
     EXPECT_TRUE(is_close(y, expected, 1e-13));
   }
 }

@@ -52,6 +52,12 @@ TEST_F(MpiCommunicators, CollectivesGiveWhatTheirNamesSay) {
   world.broadcast(stream_, view(from_last), size - 1);
   EXPECT_EQ(from_last[0], static_cast<float>(size - 1));
 
+  for (int64_t by = 1; by < world.size(); ++by) {
+    std::vector<float> mine = {rank}, from = {-1.0f};
+    world.start_shift(stream_, view(mine), view(from), by)->wait();
+    EXPECT_EQ(from[0], static_cast<float>((world.rank() + world.size() - by) % world.size()));
+  }
+
   // Around the ring, with open ends.
   std::vector<float> out = {rank}, in = {-1.0f};
   world.send_receive(stream_, view(out), world.rank() + 1 < size ? world.rank() + 1 : -1, view(in), world.rank() - 1);

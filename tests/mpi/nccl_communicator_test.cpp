@@ -83,6 +83,10 @@ TEST_F(NcclCommunicators, CollectivesGiveWhatMpiGives) {
                   });
       expect_same(numbers(dtype, {n}, ++seed), OwnedTensor(dtype, {1}),
                   [&](Stream& stream, const Tensor& x, const Tensor&) { world().broadcast(stream, x, last); });
+      expect_same(numbers(dtype, {n}, ++seed), OwnedTensor(dtype, {n}),
+                  [&](Stream& stream, const Tensor& x, const Tensor& y) {
+                    for (int64_t by = 1; by < size; ++by) world().start_shift(stream, x, y, by)->wait();
+                  });
       // Around the ring, with open ends.
       expect_same(numbers(dtype, {n}, ++seed), OwnedTensor(dtype, {n}),
                   [&](Stream& stream, const Tensor& x, const Tensor& y) {
