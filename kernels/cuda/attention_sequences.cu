@@ -10,9 +10,6 @@ namespace {
 constexpr int kCopyTokens = 16;     // of a block
 constexpr int64_t kZeroTile = 256;  // no tile of keys or queries is larger
 
-template <int kPack>
-using Elements = Pack<kPack, bf16>;
-
 enum class Way : uint8_t { kToSequences, kFromSequences, kAddedFromSequences };
 
 // Grid: tokens of a sequence, sequences.
@@ -30,21 +27,21 @@ __global__ void copy_sequences_kernel(const __grid_constant__ SequenceCopy p) {
     const int packs = piece.columns / kPack;
     for (int i = thread; i < kCopyTokens * packs; i += threads) {
       const int64_t t = first + i / packs, c = i % packs * kPack;
-      auto* inside = reinterpret_cast<Elements<kPack>*>(piece.sequences + (b * p.S + t) * piece.columns + c);
-      auto* outside = reinterpret_cast<Elements<kPack>*>(piece.rows + (token + t) * piece.stride + c);
+      auto* inside = reinterpret_cast<bf16*>(piece.sequences + (b * p.S + t) * piece.columns + c);
+      auto* outside = reinterpret_cast<bf16*>(piece.rows + (token + t) * piece.stride + c);
+      float x[kPack] = {};
       if constexpr (kToSequences) {
-        *inside = t < length ? *outside : Elements<kPack>{};
+        if (t < length) load(outside, x);
+        store(inside, x);
       } else if (t < length) {
+        load(inside, x);
         if constexpr (kWay == Way::kAddedFromSequences) {
-          Elements<kPack> sum = *outside;
-          const Elements<kPack> added = *inside;
+          float sum[kPack];
+          load(outside, sum);
 #pragma unroll
-          for (int e = 0; e < kPack; ++e)
-            sum.values[e] = from_f32<bf16>(to_f32(sum.values[e]) + to_f32(added.values[e]));
-          *outside = sum;
-        } else {
-          *outside = *inside;
+          for (int e = 0; e < kPack; ++e) x[e] += sum[e];
         }
+        store(outside, x);
       }
     }
   }

@@ -6,6 +6,7 @@
 #include "kernels/rms_norm.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/reduce.cuh"
@@ -17,7 +18,9 @@ namespace {
 constexpr int64_t kSumBlocks = 528;  // of backward at most: four for each multiprocessor of an H200
 
 struct NormShape {
-  explicit NormShape(const Tensor& x) : N(x.dim(0)), H(x.num_dims() == 3 ? x.dim(1) : 1), D(x.dim(-1)) {}
+  explicit NormShape(const Tensor& x) : N(x.dim(0)), H(x.num_dims() == 3 ? x.dim(1) : 1), D(x.dim(-1)) {
+    CHECK(num_rows() <= std::numeric_limits<int>::max(), "norm of ", num_rows(), " rows");
+  }
   __host__ __device__ int64_t num_rows() const { return N * H; }
   int64_t N, H, D;
 };
@@ -25,18 +28,17 @@ struct NormShape {
 // Row r of [N, H, D]: head r % H of token r / H.
 template <class T>
 __device__ inline T* head_row(const Rows<T>& rows, const NormShape& shape, int64_t r) {
-  return rows[r / shape.H] + r % shape.H * shape.D;
+  const int row = static_cast<int>(r), H = static_cast<int>(shape.H);
+  return rows[row / H] + row % H * shape.D;
 }
 
-// phi(z) and phi'(z).
+// phi(z) and phi'(z), of z and open = sigmoid(z).
 template <GateActivation kActivation>
-__device__ inline float gate_of(float z) {
-  const float open = sigmoid(z);
+__device__ inline float gate_of(float z, float open) {
   return kActivation == GateActivation::kSigmoid ? open : z * open;
 }
 template <GateActivation kActivation>
-__device__ inline float gate_slope(float z) {
-  const float open = sigmoid(z);
+__device__ inline float gate_slope(float z, float open) {
   return kActivation == GateActivation::kSigmoid ? open * (1.0F - open) : open * (1.0F + z * (1.0F - open));
 }
 
@@ -82,9 +84,20 @@ __global__ void norm_fwd_kernel(NormShape shape, Rows<T> y, float* rstd, Rows<R>
       float gate[kPack];
       load(head_row(z, shape, r) + i, gate);
 #pragma unroll
-      for (int c = 0; c < kPack; ++c) value[c] *= gate_of<Gate::kActivation>(gate[c]);
+      for (int c = 0; c < kPack; ++c) value[c] *= gate_of<Gate::kActivation>(gate[c], sigmoid_for<T>(gate[c]));
     }
     store(to + i, value);
+  }
+}
+
+// sums [blocks, D]: this block's row, of the sums [warps, D] of its warps.
+__device__ inline void add_warp_sums(float* sums, const float* warp_sums, int64_t D) {
+  const int num_warps = static_cast<int>(blockDim.x) / kWarp;
+  __syncthreads();
+  for (int64_t i = threadIdx.x; i < D; i += blockDim.x) {
+    float sum = 0.0F;
+    for (int other = 0; other < num_warps; ++other) sum += warp_sums[other * D + i];
+    sums[static_cast<int64_t>(blockIdx.x) * D + i] = sum;
   }
 }
 
@@ -114,7 +127,7 @@ __global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* 
         float gate[kPack];
         load(head_row(z, shape, r) + i, gate);
 #pragma unroll
-        for (int c = 0; c < kPack; ++c) d[c] *= gate_of<Gate::kActivation>(gate[c]);
+        for (int c = 0; c < kPack; ++c) d[c] *= gate_of<Gate::kActivation>(gate[c], sigmoid_for<T>(gate[c]));
       }
 #pragma unroll
       for (int c = 0; c < kPack; ++c) dot += d[c] * (weight[c] + centre) * value[c];
@@ -133,8 +146,8 @@ __global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* 
         load(head_row(z, shape, r) + i, gate);
 #pragma unroll
         for (int c = 0; c < kPack; ++c) {
-          d_gate[c] = d[c] * weight[c] * value[c] * gate_slope<Gate::kActivation>(gate[c]);
-          d[c] *= gate_of<Gate::kActivation>(gate[c]);
+          d_gate[c] = d[c] * weight[c] * value[c] * gate_slope<Gate::kActivation>(gate[c], sigmoid_for<T>(gate[c]));
+          d[c] *= gate_of<Gate::kActivation>(gate[c], sigmoid_for<T>(gate[c]));
         }
         store(head_row(dz, shape, r) + i, d_gate);
       }
@@ -152,12 +165,93 @@ __global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* 
       store(to + i, result);
     }
   }
-  __syncthreads();
-  for (int64_t i = threadIdx.x; i < D; i += blockDim.x) {
-    float sum = 0.0F;
-    for (int other = 0; other < num_warps; ++other) sum += warp_sums[other * D + i];
-    sums[static_cast<int64_t>(blockIdx.x) * D + i] = sum;
+  add_warp_sums(sums, warp_sums, D);
+}
+
+// The same for rows of at most kChunks packs a lane, which are read once and held in registers.
+template <int kPack, int kChunks, class T, class R, class Gate>
+__global__ __launch_bounds__(256) void norm_bwd_held_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* sums,
+                                                            Rows<T> dy, Rows<R> x, Rows<T> z, const float* w,
+                                                            const float* rstd, float centre, Write write) {
+  extern __shared__ float warp_sums[];
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int num_warps = static_cast<int>(blockDim.x) / kWarp, D = static_cast<int>(shape.D);
+  const bool accumulates = write == Write::kAccumulate;
+  const auto column = [&](int k) { return (k * kWarp + lane) * kPack; };
+  float dw[kChunks][kPack] = {};
+  for (int64_t r = static_cast<int64_t>(blockIdx.x) * num_warps + warp; r < shape.num_rows();
+       r += static_cast<int64_t>(gridDim.x) * num_warps) {
+    const R* from = head_row(x, shape, r);
+    const T* gradient = head_row(dy, shape, r);
+    T* to = head_row(dx, shape, r);
+    // Loads without a branch between them are on their way together; lanes beyond the row load its last pack.
+    Pack<kPack, R> values[kChunks];
+    Pack<kPack, T> gradients[kChunks], gates[kChunks], old[kChunks] = {};
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const int i = min(column(k), D - kPack);
+      values[k] = load_pack<kPack>(from + i);
+      gradients[k] = load_pack<kPack>(gradient + i);
+      if constexpr (Gate::kGated) gates[k] = load_pack<kPack>(head_row(z, shape, r) + i);
+    }
+    if (accumulates) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) old[k] = load_pack<kPack>(to + min(column(k), D - kPack));
+    }
+    const float factor = rstd[r];
+    float dot = 0.0F;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      if (column(k) >= D) continue;
+      float value[kPack], d[kPack], weight[kPack];
+      values[k].unpack(value);
+      gradients[k].unpack(d);
+      load(w + column(k), weight);
+      if constexpr (Gate::kGated) {
+        float gate[kPack];
+        gates[k].unpack(gate);
+#pragma unroll
+        for (int c = 0; c < kPack; ++c) d[c] *= gate_of<Gate::kActivation>(gate[c], sigmoid_for<T>(gate[c]));
+      }
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) dot += d[c] * (weight[c] + centre) * value[c];
+    }
+    const float mean = warp_sum(dot) * factor / static_cast<float>(D);
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      if (column(k) >= D) continue;
+      float value[kPack], d[kPack], weight[kPack], result[kPack];
+      values[k].unpack(value);
+      gradients[k].unpack(d);
+      old[k].unpack(result);
+      load(w + column(k), weight);
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) value[c] *= factor;
+      if constexpr (Gate::kGated) {
+        float gate[kPack], d_gate[kPack];
+        gates[k].unpack(gate);
+#pragma unroll
+        for (int c = 0; c < kPack; ++c) {
+          const float open = sigmoid_for<T>(gate[c]);
+          d_gate[c] = d[c] * weight[c] * value[c] * gate_slope<Gate::kActivation>(gate[c], open);
+          d[c] *= gate_of<Gate::kActivation>(gate[c], open);
+        }
+        store(head_row(dz, shape, r) + column(k), d_gate);
+      }
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) {
+        dw[k][c] += d[c] * value[c];
+        result[c] += factor * (d[c] * (weight[c] + centre) - value[c] * mean);
+      }
+      store(to + column(k), result);
+    }
   }
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+    for (int c = 0; c < kPack; ++c)
+      if (column(k) < D) warp_sums[warp * D + column(k) + c] = dw[k][c];
+  add_warp_sums(sums, warp_sums, D);
 }
 
 // The gated norm has no part in the residual stream.
@@ -202,7 +296,11 @@ void backward(const Stream& stream, const Tensor& dx, const Tensor& dz, const Te
     using T = decltype(zero);
     using R = decltype(wide);
     with_pack({&dx, &dz, &dy, &x, &z, &w}, shape.D, [&](auto pack) {
-      launch(stream, norm_bwd_kernel<decltype(pack)::value, T, R, Gate>,
+      constexpr int kPack = decltype(pack)::value, kChunks = Gate::kGated ? 1 : 8;
+      auto* kernel = norm_bwd_kernel<kPack, T, R, Gate>;
+      if constexpr (kPack > 1 && std::is_same_v<T, bf16>)
+        if (shape.D <= kChunks * kWarp * kPack) kernel = norm_bwd_held_kernel<kPack, kChunks, T, R, Gate>;
+      launch(stream, kernel,
              {.grid_x = blocks, .threads = static_cast<int>(warps) * kWarp, .shared_bytes = warps * row_bytes}, shape,
              Rows<T>(dx), Rows<T>(dz), sums.data<float>(), Rows<T>(dy), Rows<R>(x), Rows<T>(z), w.data<float>(),
              rstd.data<float>(), centre, write);

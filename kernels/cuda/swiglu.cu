@@ -1,4 +1,5 @@
-// SwiGLU. Grid: x over packs of a row's columns, y over tokens.
+// SwiGLU. Grid: x over packs of a row's columns, y over groups of kTokens tokens, all of which a thread loads before it
+// computes.
 #include "kernels/swiglu.h"
 
 #include <algorithm>
@@ -10,20 +11,28 @@ namespace palimpsest::cuda {
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128, kTokens = 2;
 constexpr int64_t kMaxGridY = 65535;
 
 template <int kPack, class T>
 __global__ void swiglu_fwd_kernel(int64_t N, int64_t F, Rows<T> h, Rows<T> gate_up) {
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kPack;
   if (i >= F) return;
-  for (int64_t n = blockIdx.y; n < N; n += gridDim.y) {
-    float gate[kPack], up[kPack];
-    load(gate_up[n] + i, gate);
-    load(gate_up[n] + F + i, up);
+  for (int64_t first = blockIdx.y * int64_t{kTokens}; first < N; first += gridDim.y * int64_t{kTokens}) {
+    float gate[kTokens][kPack], up[kTokens][kPack];
 #pragma unroll
-    for (int c = 0; c < kPack; ++c) up[c] *= gate[c] * sigmoid(gate[c]);
-    store(h[n] + i, up);
+    for (int t = 0; t < kTokens; ++t) {
+      const int64_t n = min(first + t, N - 1);
+      load(gate_up[n] + i, gate[t]);
+      load(gate_up[n] + F + i, up[t]);
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      if (first + t >= N) break;
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) up[t][c] *= gate[t][c] * sigmoid_for<T>(gate[t][c]);
+      store(h[first + t] + i, up[t]);
+    }
   }
 }
 
@@ -31,22 +40,40 @@ template <int kPack, class T>
 __global__ void swiglu_bwd_kernel(int64_t N, int64_t F, Rows<T> d_gate_up, Rows<T> h, Rows<T> dh, Rows<T> gate_up) {
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kPack;
   if (i >= F) return;
-  for (int64_t n = blockIdx.y; n < N; n += gridDim.y) {
-    float gate[kPack], up[kPack], d[kPack], d_gate[kPack], d_up[kPack], product[kPack];
-    load(gate_up[n] + i, gate);
-    load(gate_up[n] + F + i, up);
-    load(dh[n] + i, d);
+  for (int64_t first = blockIdx.y * int64_t{kTokens}; first < N; first += gridDim.y * int64_t{kTokens}) {
+    float gate[kTokens][kPack], up[kTokens][kPack], d[kTokens][kPack];
 #pragma unroll
-    for (int c = 0; c < kPack; ++c) {
-      const float open = sigmoid(gate[c]), silu = gate[c] * open;
-      d_gate[c] = d[c] * up[c] * (open + silu * (1.0F - open));
-      d_up[c] = d[c] * silu;
-      product[c] = silu * up[c];
+    for (int t = 0; t < kTokens; ++t) {
+      const int64_t n = min(first + t, N - 1);
+      load(gate_up[n] + i, gate[t]);
+      load(gate_up[n] + F + i, up[t]);
+      load(dh[n] + i, d[t]);
     }
-    store(d_gate_up[n] + i, d_gate);
-    store(d_gate_up[n] + F + i, d_up);
-    if (h.data != nullptr) store(h[n] + i, product);
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const int64_t n = first + t;
+      if (n >= N) break;
+      float d_gate[kPack], d_up[kPack], product[kPack];
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) {
+        const float open = sigmoid_for<T>(gate[t][c]), silu = gate[t][c] * open;
+        d_gate[c] = d[t][c] * up[t][c] * (open + silu * (1.0F - open));
+        d_up[c] = d[t][c] * silu;
+        product[c] = silu * up[t][c];
+      }
+      store(d_gate_up[n] + i, d_gate);
+      store(d_gate_up[n] + F + i, d_up);
+      if (h.data != nullptr) store(h[n] + i, product);
+    }
   }
+}
+
+// Packs of 16 bytes.
+template <class T>
+constexpr int kMostOf = 16 / static_cast<int>(sizeof(T));
+
+int64_t grid_over(int64_t num_tokens) {
+  return std::min(ceil_div(num_tokens, kTokens), kMaxGridY);
 }
 
 }  // namespace
@@ -55,11 +82,11 @@ void swiglu_forward(Stream& stream, Tensor h, const Tensor& gate_up) {
   const int64_t N = h.dim(0), F = h.dim(1);
   with_float(h.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    with_pack({&h, &gate_up}, F, [&](auto pack) {
+    with_pack<kMostOf<T>>({&h, &gate_up}, F, [&](auto pack) {
       constexpr int kPack = decltype(pack)::value;
       launch(stream, swiglu_fwd_kernel<kPack, T>,
-             {.grid_x = ceil_div(F, kThreads * kPack), .grid_y = std::min(N, kMaxGridY), .threads = kThreads}, N, F,
-             Rows<T>(h), Rows<T>(gate_up));
+             {.grid_x = ceil_div(F, kThreads * kPack), .grid_y = grid_over(N), .threads = kThreads}, N, F, Rows<T>(h),
+             Rows<T>(gate_up));
     });
   });
 }
@@ -68,10 +95,10 @@ void swiglu_backward(Stream& stream, Tensor d_gate_up, Tensor h, const Tensor& d
   const int64_t N = dh.dim(0), F = dh.dim(1);
   with_float(dh.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    with_pack({&d_gate_up, &h, &dh, &gate_up}, F, [&](auto pack) {
+    with_pack<kMostOf<T>>({&d_gate_up, &h, &dh, &gate_up}, F, [&](auto pack) {
       constexpr int kPack = decltype(pack)::value;
       launch(stream, swiglu_bwd_kernel<kPack, T>,
-             {.grid_x = ceil_div(F, kThreads * kPack), .grid_y = std::min(N, kMaxGridY), .threads = kThreads}, N, F,
+             {.grid_x = ceil_div(F, kThreads * kPack), .grid_y = grid_over(N), .threads = kThreads}, N, F,
              Rows<T>(d_gate_up), Rows<T>(h), Rows<T>(dh), Rows<T>(gate_up));
     });
   });

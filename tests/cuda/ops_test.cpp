@@ -95,8 +95,8 @@ TEST(CudaEmbedding, MatchesTheCpu) {
 
 TEST(CudaRmsNorm, MatchesTheCpu) {
   for (const NormWeight kind : {NormWeight::kPlain, NormWeight::kOneCentred})
-    for (const auto& [N, D, gap] :
-         {std::tuple{200, 1024, 8}, std::tuple{65, 128, 0}, std::tuple{63, 37, 3}, std::tuple{1, 5, 0}})
+    for (const auto& [N, D, gap] : {std::tuple{200, 1024, 8}, std::tuple{65, 128, 0}, std::tuple{63, 37, 3},
+                                    std::tuple{1, 5, 0}, std::tuple{33, 1000, 4}, std::tuple{37, 1032, 4}})
       expect_same_on_gpu([=, N = N, D = D, gap = gap](Lab& lab) {
         const Shape shape = {N, D};
         const Tensor x = lab.input("x", shape, 2, gap), w = lab.weight("w", {D}), rstd = lab.statistics("rstd", {N});
@@ -108,7 +108,7 @@ TEST(CudaRmsNorm, MatchesTheCpu) {
 }
 
 TEST(CudaRmsNorm, TakesAWideStreamAndAddsToItsGradient) {
-  for (const auto& [N, D] : {std::pair{200, 1024}, std::pair{63, 37}})
+  for (const auto& [N, D] : {std::pair{200, 1024}, std::pair{63, 37}, std::pair{31, 1028}})
     expect_same_on_gpu([N = N, D = D](Lab& lab) {
       const Shape shape = {N, D};
       const Tensor x = lab.weight("x", shape, 2), w = lab.weight("w", {D}), rstd = lab.statistics("rstd", {N});
@@ -138,38 +138,51 @@ TEST(CudaRmsNorm, HeadsShareAWeight) {
 
 TEST(CudaGatedRmsNorm, MatchesTheCpu) {
   for (const GateActivation activation : {GateActivation::kSigmoid, GateActivation::kSilu})
-    for (const auto& [N, V] : {std::pair{1, 37}, std::pair{63, 128}, std::pair{65, 37}, std::pair{200, 128}})
-      expect_same_on_gpu([=, N = N, V = V](Lab& lab) {
+    for (const auto& [N, V, gap] : {std::tuple{1, 37, 1}, std::tuple{63, 128, 1}, std::tuple{65, 37, 1},
+                                    std::tuple{200, 128, 1}, std::tuple{65, 128, 4}, std::tuple{63, 132, 4}})
+      expect_same_on_gpu([=, N = N, V = V, gap = gap](Lab& lab) {
         const Shape shape = {N, 3, V};
         const Tensor o = lab.input("o", shape, 2), z = lab.input("z", shape, 1, 4), w = lab.weight("w", {V});
         const Tensor rstd = lab.statistics("rstd", {N, 3});
-        gated_rms_norm_forward(lab.stream(), lab.output("y", shape, 1), rstd, o, z, w, 1e-5, activation);
-        gated_rms_norm_backward(lab.stream(), lab.output("d_o", shape), lab.output("dz", shape, 4),
+        gated_rms_norm_forward(lab.stream(), lab.output("y", shape, gap), rstd, o, z, w, 1e-5, activation);
+        gated_rms_norm_backward(lab.stream(), lab.output("d_o", shape, 4 * gap), lab.output("dz", shape, 4),
                                 lab.accumulated("dw", {V}), lab.input("dy", shape), o, z, w, rstd, activation);
       });
+}
+
+void expect_same_convolution(const Documents& documents, int64_t C, int64_t W, bool carries, int64_t row_gap) {
+  expect_same_on_gpu([&, C, W, carries, row_gap](Lab& lab) {
+    const int64_t N = documents.num_tokens();
+    const Shape state_shape = {documents.count(), W - 1, C};
+    const Tensor x = lab.input("x", {N, C}, 1, 5 * row_gap), w = lab.weight("w", {C, 1, W});
+    const Tensor dy = lab.input("dy", {N, C});
+    const ConvActivation activation = W == 3 ? ConvActivation::kNone : ConvActivation::kSilu;
+    Tensor initial, d_initial, d_final;
+    if (carries) {
+      initial = lab.input("initial", state_shape);
+      d_final = lab.input("d_final", state_shape);
+      d_initial = lab.output("d_initial", state_shape);
+    }
+    short_conv_forward(lab.stream(), lab.output("y", {N, C}, 3 * row_gap), x, w, initial, documents, activation);
+    short_conv_final_state(lab.stream(), lab.output("final", state_shape), x, initial, documents);
+    short_conv_backward(lab.stream(), lab.output("dx", {N, C}, 2 * row_gap), lab.accumulated("dw", {C, 1, W}),
+                        d_initial, dy, x, w, initial, d_final, documents, activation);
+  });
 }
 
 TEST(CudaShortConv, MatchesTheCpu) {
   for (const Documents& documents : odd_documents())
     for (const int64_t W : {1, 2, 3, 4})
-      for (const bool carries : {false, true})
-        expect_same_on_gpu([&, W, carries](Lab& lab) {
-          constexpr int64_t C = 261;
-          const int64_t N = documents.num_tokens();
-          const Shape state_shape = {documents.count(), W - 1, C};
-          const Tensor x = lab.input("x", {N, C}, 1, 5), w = lab.weight("w", {C, 1, W}), dy = lab.input("dy", {N, C});
-          const ConvActivation activation = W == 3 ? ConvActivation::kNone : ConvActivation::kSilu;
-          Tensor initial, d_initial, d_final;
-          if (carries) {
-            initial = lab.input("initial", state_shape);
-            d_final = lab.input("d_final", state_shape);
-            d_initial = lab.output("d_initial", state_shape);
-          }
-          short_conv_forward(lab.stream(), lab.output("y", {N, C}, 3), x, w, initial, documents, activation);
-          short_conv_final_state(lab.stream(), lab.output("final", state_shape), x, initial, documents);
-          short_conv_backward(lab.stream(), lab.output("dx", {N, C}, 2), lab.accumulated("dw", {C, 1, W}), d_initial,
-                              dy, x, w, initial, d_final, documents, activation);
-        });
+      for (const bool carries : {false, true}) expect_same_convolution(documents, 261, W, carries, 1);
+}
+
+// Rows that can be moved in packs; more channels than a block has, and fewer.
+TEST(CudaShortConv, MatchesTheCpuInPacks) {
+  std::vector<Documents> all = odd_documents();
+  all.push_back(Documents({0, 2, 64, 66, 66, 129, 130, 131, 192, 321}));
+  for (const Documents& documents : all)
+    for (const bool carries : {false, true})
+      for (const int64_t C : {44, 520}) expect_same_convolution(documents, C, 4, carries, 4);
 }
 
 TEST(CudaRotary, MatchesTheCpu) {
@@ -195,6 +208,16 @@ TEST(CudaSwiglu, MatchesTheCpu) {
         swiglu_backward(lab.stream(), lab.output("d_gate_up", {N, 2 * F}), lab.output("h again", {N, F}, 4), dh,
                         gate_up);
         swiglu_backward(lab.stream(), lab.output("d_gate_up alone", {N, 2 * F}), {}, dh, gate_up);
+      });
+}
+
+TEST(CudaSwiglu, MatchesTheCpuInPacks) {
+  for (const int64_t N : odd_lengths())
+    for (const int64_t F : {40, 1104})
+      expect_same_on_gpu([=](Lab& lab) {
+        const Tensor gate_up = lab.in_place("gate_up", {N, 2 * F}, 3, 8), dh = lab.input("dh", {N, F});
+        swiglu_forward(lab.stream(), lab.output("h", {N, F}), gate_up);
+        swiglu_backward(lab.stream(), gate_up, lab.output("h again", {N, F}, 8), dh, gate_up);
       });
 }
 

@@ -82,9 +82,8 @@ Documents documents_with_rows() {
 // Rows of states that no document has stay as they are.
 TEST(CudaShortConv, StatesLieInRowsThatDocumentsName) {
   const Documents documents = documents_with_rows();
-  for (const int64_t W : {2, 3, 4})
-    expect_same_on_gpu([&, W](Lab& lab) {
-      constexpr int64_t C = 37;
+  for (const auto& [W, C] : {std::pair{2, 37}, std::pair{3, 37}, std::pair{4, 37}, std::pair{4, 36}})
+    expect_same_on_gpu([&, W = W, C = C](Lab& lab) {
       const int64_t N = documents.num_tokens();
       const Shape states = {4, W - 1, C};
       const Tensor x = lab.input("x", {N, C}), w = lab.weight("w", {C, 1, W}), initial = lab.input("initial", states);
