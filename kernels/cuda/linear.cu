@@ -1,6 +1,7 @@
 // Matrix products: cuBLASLt, or a plain kernel where the library has none (odd strides, tiny shapes).
 //
-// The library is column-major, so a row-major product C = A B is asked of it as C^T = B^T A^T.
+// The library is column-major, so a row-major product C = A B is asked of it as C^T = B^T A^T. Adding to a C in bf16,
+// it rounds the product first; adding to f32, nothing.
 #include "kernels/linear.h"
 
 #include <algorithm>
