@@ -200,6 +200,8 @@ Config resolve(Config config, bool has_cuda) {
   if (cuda && !has_cuda)
     throw_user_error("device is cuda, but there is no GPU that this build can use; try device=cpu");
   if (config.precision == Precision::kAuto) config.precision = cuda ? Precision::kBF16 : Precision::kF32;
+  // Said where there is a choice, so that a run resumes in the types that it began with.
+  if (config.precision == Precision::kBF16 && config.residual == Precision::kAuto) config.residual = Precision::kF32;
   validate_precision(config);
   return config;
 }
@@ -241,8 +243,7 @@ DType dtype_of(Precision precision) {
 
 ActivationTypes types_of(const Config& config) {
   const DType dtype = dtype_of(config.precision);
-  if (config.residual != Precision::kAuto) return {dtype, dtype_of(config.residual)};
-  return {dtype, dtype == DType::kBF16 ? DType::kF32 : dtype};
+  return {dtype, config.residual == Precision::kAuto ? dtype : dtype_of(config.residual)};
 }
 
 std::string to_yaml(const Config& config) {

@@ -156,8 +156,10 @@ JsonObject to_json(const Evaluation& evaluation) {
 Evaluation evaluate(const LanguageModel& model, Context context, const Dataset& dataset,
                     const EvaluationOptions& wanted, Console& console, const std::string& name,
                     const OnScoredBatch& on_batch) {
-  EvaluationOptions options = wanted;  // rows longer than the set would hold padding alone
-  options.row_length = std::min(wanted.row_length, std::max<int64_t>(dataset.num_tokens(), 1));
+  EvaluationOptions options = wanted;
+  // What is longer than the set would hold padding alone; but each of a row's ranges has a token.
+  const int64_t most_ranges = 2 * context.mesh.sequence().size();
+  options.row_length = std::min(wanted.row_length, std::max(dataset.num_tokens(), most_ranges));
   options.stride = std::min(wanted.stride, options.row_length);
   const EvaluationRows rows = {.dataset = &dataset, .row_length = options.row_length, .stride = options.stride};
   const int64_t num_rows = std::min(rows.count(), options.max_rows.value_or(rows.count()));

@@ -165,8 +165,9 @@ std::unique_ptr<RunSetup> set_up_ranks(const Config& config, const Mesh& mesh) {
 void dry_run(const Config& config, const Mesh& mesh, Console& console) {
   const std::unique_ptr<RunSetup> setup = set_up_ranks(config, mesh);
   setup->print(console);
-  console.info("the run " + planned_start(config, setup->bench()));
-  Loader loader(setup->data(), loader_options(config, {}, mesh));
+  const PlannedStart start = planned_start(config, setup->bench());
+  console.info("the run " + start.words);
+  Loader loader(setup->data(), loader_options(config, start.state, mesh));
   const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(config.data.tokenizer);
   console.info("the first batch\n" + decoded(loader.next().micro_batches.at(0), *tokenizer));
 }

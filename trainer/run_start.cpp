@@ -88,17 +88,30 @@ class Resume {
   std::vector<std::string> notices_;
 };
 
+void refuse_to_start_over(const Config& config, Communicator& world) {
+  const int64_t step = newest_step(config, world);
+  agree(world, [&] {
+    if (step > 0)
+      throw_user_error("resume is none, but ", checkpoint_path(config), " holds a run at step ", step,
+                       "; resume: auto continues it, another run.dir starts a new one");
+  });
+}
+
 // A run that goes on from elsewhere must not leave newer checkpoints of an older course beside its own.
+void refuse_to_fall_behind(const Config& config, Communicator& world, const std::string& from, int64_t step) {
+  const int64_t in_folder = newest_step(config, world);
+  agree(world, [&] {
+    if (in_folder > step)
+      throw_user_error("resume is ", from, ", at step ", step, ", but ", checkpoint_path(config), " holds step ",
+                       in_folder, " already; give another run.dir, or remove the newer checkpoints");
+  });
+}
+
 RunStart resume_from_path(const Config& config, Workbench& bench, Console& console) {
   Resume resume(config, bench, console);
   const NewestCheckpoint newest = use_checkpoint(config.resume, std::ref(resume), bench.mesh().world());
   RunStart start = resume.finish(newest);
-  const int64_t in_folder = newest_step(config, bench.mesh().world());
-  agree(bench.mesh().world(), [&] {
-    if (in_folder > start.state.step)
-      throw_user_error("resume is ", *newest.path, ", at step ", start.state.step, ", but ", checkpoint_path(config),
-                       " holds step ", in_folder, " already; give another run.dir, or remove the newer checkpoints");
-  });
+  refuse_to_fall_behind(config, bench.mesh().world(), *newest.path, start.state.step);
   return start;
 }
 
@@ -160,16 +173,29 @@ RunStart start_new(const Config& config, Workbench& bench, Console& console) {
   return start;
 }
 
+// "with the weights of PATH" or the like, for a new run.
+std::string planned_weights(const Config& config, const Workbench& bench) {
+  Communicator& world = bench.mesh().world();
+  if (!config.from) return "from initial weights";
+  if (is_hf_folder(*config.from)) {
+    agree(world, [&] {
+      const HfFolder folder = open_hf_folder(*config.from, config);
+      HfWeights(folder.tensors, folder.model, bench.registry());
+    });
+    return "with the weights of " + *config.from;
+  }
+  const auto take_weights = [&](CheckpointReader& checkpoint) {
+    model_differences(saved_config(checkpoint), config);  // a saved config that cannot be read is an error
+    checkpoint.check_parameters(bench.registry(), CheckpointContent::kWeights);
+  };
+  return "with the weights of " + *use_checkpoint(*config.from, take_weights, world).path;
+}
+
 }  // namespace
 
 RunStart start_run(const Config& config, Workbench& bench, Console& console) {
   if (config.resume == "none") {
-    const int64_t step = newest_step(config, bench.mesh().world());
-    agree(bench.mesh().world(), [&] {
-      if (step > 0)
-        throw_user_error("resume is none, but ", checkpoint_path(config), " holds a run at step ", step,
-                         "; resume: auto continues it, another run.dir starts a new one");
-    });
+    refuse_to_start_over(config, bench.mesh().world());
     return start_new(config, bench, console);
   }
   if (config.resume != "auto") return resume_from_path(config, bench, console);
@@ -181,30 +207,30 @@ RunStart start_run(const Config& config, Workbench& bench, Console& console) {
   return start_new(config, bench, console);
 }
 
-std::string planned_start(const Config& config, const Workbench& bench) {
+PlannedStart planned_start(const Config& config, const Workbench& bench) {
   Communicator& world = bench.mesh().world();
+  PlannedStart start;
   const auto resume = [&](CheckpointReader& checkpoint) {
     resume_notices(saved_config(checkpoint), config);
     checkpoint.check_parameters(bench.registry(), CheckpointContent::kWeightsAndOptimizer);
+    start.state = checkpoint.manifest().header.state;
   };
   std::optional<std::string> continued;
-  if (config.resume == "auto")
+  if (config.resume == "auto") {
     continued = use_newest_checkpoint(checkpoint_path(config), resume, world).path;
-  else if (config.resume != "none")
+  } else if (config.resume == "none") {
+    refuse_to_start_over(config, world);
+  } else {
     continued = use_checkpoint(config.resume, resume, world).path;
-  if (continued) return "continues from " + *continued;
-  if (!config.from) return "starts from initial weights";
-  if (is_hf_folder(*config.from)) {
-    agree(world, [&] {
-      const HfFolder folder = open_hf_folder(*config.from, config);
-      HfWeights(folder.tensors, folder.model, bench.registry());
-    });
-    return "starts with the weights of " + *config.from;
+    refuse_to_fall_behind(config, world, *continued, start.state.step);
   }
-  const auto take_weights = [&](CheckpointReader& checkpoint) {
-    checkpoint.check_parameters(bench.registry(), CheckpointContent::kWeights);
-  };
-  return "starts with the weights of " + *use_checkpoint(*config.from, take_weights, world).path;
+  if (continued) {
+    start.words = "continues from " + *continued;
+    return start;
+  }
+  start.state = {};  // of a checkpoint that could not be used
+  start.words = "starts " + planned_weights(config, bench);
+  return start;
 }
 
 void load_trained_weights(const Config& config, Workbench& bench, Console& console) {

@@ -22,9 +22,14 @@ struct RunStart {
 // UserError when the checkpoint is of another model, or when the new run would mix with an old one in run.dir.
 RunStart start_run(const Config& config, Workbench& bench, Console& console);
 
-// For --dry-run: where start_run would begin, "continues from PATH" or the like. Throws as it would, but for damage
-// that only the tensors themselves show; changes nothing.
-std::string planned_start(const Config& config, const Workbench& bench);
+struct PlannedStart {
+  std::string words;  // "continues from PATH" or the like
+  TrainState state;   // of the checkpoint; step 0 for a new run
+};
+
+// For --dry-run: where start_run would begin. Throws as it would, but for damage that only the tensors themselves show;
+// changes nothing.
+PlannedStart planned_start(const Config& config, const Workbench& bench);
 
 // For commands that only use a model: the weights of `from`, or of run.dir where there is no `from`. Throws a UserError
 // when they are of another model.

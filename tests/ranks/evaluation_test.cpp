@@ -71,6 +71,18 @@ TEST_F(TrainedModel, ScoresEveryTokenAlikeInEveryLayout) {
   }
 }
 
+// Of fewer tokens than the ranks of a row have ranges.
+TEST_F(TrainedModel, IsEvaluatedOnASetOfFewTokens) {
+  support::write_learnable_shards(root_ / "few", 5, 1);
+  const auto loss_of = [&](const ProgramResult& result) {
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    return nlohmann::json::parse(read_file(root_ / "few.json")).at("loss_sum").get<double>();
+  };
+  const std::vector<std::string> eval = {"eval", file_, "data.eval=" + (root_ / "few"), "--json", root_ / "few.json"};
+  const double sum = loss_of(run_palimpsest(eval));
+  EXPECT_NEAR(loss_of(run_in({1, 4, 1, 1}, eval)), sum, 1e-6 * sum);
+}
+
 TEST_F(TrainedModel, WritesTheSameTextInEveryLayout) {
   config_.model.vocab_size = 258;
   config_.data.tokenizer = "bytes";

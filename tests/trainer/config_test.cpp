@@ -226,6 +226,7 @@ TEST(Config, ResolvesAuto) {
   EXPECT_THROW(resolve(parse_config("precision: bf16", "c.yaml"), false), UserError);
   EXPECT_THROW(resolve(parse_config("precision: f64", "c.yaml"), true), UserError);
   EXPECT_EQ(types_of(on_gpu).residual, DType::kF32);
+  EXPECT_EQ(on_gpu.residual, Precision::kF32);  // stands in what a run keeps, whatever a later default
   EXPECT_EQ(types_of(on_cpu).residual, DType::kF32);
   EXPECT_EQ(types_of(resolve(parse_config("precision: f64", "c.yaml"), false)).residual, DType::kF64);
   EXPECT_EQ(types_of(resolve(parse_config("residual: bf16", "c.yaml"), true)).residual, DType::kBF16);

@@ -336,6 +336,32 @@ TEST(DryRun, FollowsWhereTheRunWouldStart) {
   other.model.hidden_size = 28;
   EXPECT_NE(user_error_of([&] { text_of(other); }).find("model.hidden_size"), std::string::npos);
   EXPECT_FALSE(path_exists(root / "other"));
+  other = trained;
+  other.resume = "none";
+  EXPECT_NE(user_error_of([&] { text_of(other); }).find("resume is none, but "), std::string::npos);
+  Config shorter = tiny_run_config(root, "shorter");
+  shorter.train.steps = 5;
+  train_quietly(shorter);
+  other.resume = checkpoint_path(shorter) + "/" + checkpoint_name(5);
+  EXPECT_NE(user_error_of([&] { text_of(other); }).find("holds step 10 already"), std::string::npos);
+}
+
+TEST(DryRun, PrintsTheBatchThatTheRunWouldGoOnWith) {
+  const TempDirectory root;
+  Config config = tiny_run_config(root, "run");
+  config.model.vocab_size = 258;
+  config.data.tokenizer = "bytes";
+  const auto batch_of = [](const Config& of) {
+    RecordedConsole console;
+    dry_run(of, Mesh::single(), console);
+    const std::string text = console.text();
+    return text.substr(text.find("the first batch"));
+  };
+  const std::string first = batch_of(config);
+  config.train.steps = 5;
+  train_quietly(config);
+  config.train.steps = 10;
+  EXPECT_NE(batch_of(config), first);
 }
 
 }  // namespace
