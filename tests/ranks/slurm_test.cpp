@@ -23,18 +23,16 @@ class Slurm : public support::RunOnRanks {
     fs::create_symlink(std::string(PALIMPSEST_SOURCE_DIR) + "/launch", root_ / "submitted/launch");
     fs::create_symlink(PALIMPSEST_BINARY, root_ / "submitted/build/palimpsest");
     // mpirun takes SLURM_* for a real allocation, so it is started without; what it was asked for is noted.
-    write_script("mpirun", "#!/bin/bash\necho \"$*\" > '" + (root_ / "asked") +
-                               "'\nfor name in ${!SLURM_*}; do unset \"$name\"; done\nPATH=${PATH#*:}\n"
-                               "exec mpirun --oversubscribe \"$@\"\n");
-    write_script("scontrol", "#!/bin/bash\necho \"$*\" > '" + (root_ / "requeued") + "'\n");
+    write_stand_in("mpirun", "#!/bin/bash\necho \"$*\" > '" + (root_ / "asked") +
+                                 "'\nfor name in ${!SLURM_*}; do unset \"$name\"; done\nPATH=${PATH#*:}\n"
+                                 "exec mpirun --oversubscribe \"$@\"\n");
+    write_stand_in("scontrol", "#!/bin/bash\necho \"$*\" > '" + (root_ / "requeued") + "'\n");
     config_.train.steps = 100000000;
     write_config();
   }
 
-  void write_script(const std::string& name, const std::string& content) const {
-    const std::string path = root_ / ("stand-ins/" + name);
-    support::write_file(path, content);
-    std::filesystem::permissions(path, std::filesystem::perms::owner_all);
+  void write_stand_in(const std::string& name, const std::string& content) const {
+    support::write_script(root_ / ("stand-ins/" + name), content);
   }
 
   support::RunningProgram submit() const {

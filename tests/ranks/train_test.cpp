@@ -3,7 +3,6 @@
 
 #include <csignal>
 #include <cstdlib>
-#include <filesystem>
 #include <thread>
 
 #include "data/file_ops.h"
@@ -146,11 +145,9 @@ TEST_F(Ranks, SignalsToTheLauncherOrToOneRankSaveOnAll) {
 }
 
 TEST_F(Ranks, ASignalReachesTheRanksThoughMpirunLosesIt) {
-  const std::string mpirun = root_ / "mpirun";
-  support::write_file(mpirun,
-                      "#!/bin/bash\ntrap : USR1\nPATH=${PATH#*:}\n"
-                      "mpirun \"$@\" &\nwait $!\nwait $!\n");
-  std::filesystem::permissions(mpirun, std::filesystem::perms::owner_all);
+  support::write_script(root_ / "mpirun",
+                        "#!/bin/bash\ntrap : USR1\nPATH=${PATH#*:}\n"
+                        "mpirun \"$@\" &\nwait $!\nwait $!\n");
   RunningProgram program =
       RunningProgram::of_command_line(on_ranks(4, {"train", file_, "train.steps=100000000", "train.eval_every=0"}),
                                       {{"PATH", root_.path() + ":" + std::getenv("PATH")}});

@@ -53,6 +53,11 @@ void write_file(const std::string& path, const std::string& content) {
   CHECK(file.good(), path);
 }
 
+void write_script(const std::string& path, const std::string& content) {
+  write_file(path, content);
+  std::filesystem::permissions(path, std::filesystem::perms::owner_all);
+}
+
 void flip_bit(const std::string& path, size_t byte, int bit) {
   std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
   file.seekg(static_cast<std::streamoff>(byte));

@@ -46,7 +46,8 @@ class SmallFileSystem {
 
 std::string read_file(const std::string& path);
 void write_file(const std::string& path, const std::string& content);
-void flip_bit(const std::string& path, size_t byte, int bit);  // twice: as before
+void write_script(const std::string& path, const std::string& content);  // one that can be started
+void flip_bit(const std::string& path, size_t byte, int bit);            // twice: as before
 
 // The message of the UserError that body() throws; fails the test when it throws none, another type, or more than one
 // line.

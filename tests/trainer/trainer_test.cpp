@@ -300,13 +300,17 @@ TEST(RunStart, AFinishedRunHasNothingToDo) {
   EXPECT_EQ(metrics_of(config).size(), 10u);
 }
 
-TEST(DryRun, PrintsEverythingAndWritesNothing) {
-  const TempDirectory root;
-  Config config = tiny_run_config(root, "run");
+std::string dry_run_text(Config config) {
   config.data.tokenizer = "bytes";
   RecordedConsole console;
   dry_run(config, Mesh::single(), console);
-  const std::string text = console.text();
+  return console.text();
+}
+
+TEST(DryRun, PrintsEverythingAndWritesNothing) {
+  const TempDirectory root;
+  const Config config = tiny_run_config(root, "run");
+  const std::string text = dry_run_text(config);
   for (const char* part : {"hidden_size: 20", "model.embed_tokens.weight", "activations",
                            "the run starts from initial weights", "row 0, 24 tokens"})
     EXPECT_NE(text.find(part), std::string::npos) << part;
@@ -318,43 +322,35 @@ TEST(DryRun, FollowsWhereTheRunWouldStart) {
   const Config trained = tiny_run_config(root, "run");
   train_quietly(trained);
   const std::string newest = checkpoint_path(trained) + "/" + checkpoint_name(10);
-  const auto text_of = [](Config config) {
-    config.data.tokenizer = "bytes";
-    RecordedConsole console;
-    dry_run(config, Mesh::single(), console);
-    return console.text();
-  };
-  EXPECT_NE(text_of(trained).find("the run continues from " + newest), std::string::npos);
+  EXPECT_NE(dry_run_text(trained).find("the run continues from " + newest), std::string::npos);
   Config other = tiny_run_config(root, "other");
   other.from = trained.run.dir;
-  EXPECT_NE(text_of(other).find("the run starts with the weights of " + newest), std::string::npos);
+  EXPECT_NE(dry_run_text(other).find("the run starts with the weights of " + newest), std::string::npos);
   other.model.hidden_size = 28;
-  EXPECT_NE(user_error_of([&] { text_of(other); }).find("does not fit the model"), std::string::npos);
+  EXPECT_NE(user_error_of([&] { dry_run_text(other); }).find("does not fit the model"), std::string::npos);
   other.from = root / "nowhere";
-  EXPECT_NE(user_error_of([&] { text_of(other); }).find("nowhere"), std::string::npos);
+  EXPECT_NE(user_error_of([&] { dry_run_text(other); }).find("nowhere"), std::string::npos);
   other = trained;
   other.model.hidden_size = 28;
-  EXPECT_NE(user_error_of([&] { text_of(other); }).find("model.hidden_size"), std::string::npos);
+  EXPECT_NE(user_error_of([&] { dry_run_text(other); }).find("model.hidden_size"), std::string::npos);
   EXPECT_FALSE(path_exists(root / "other"));
   other = trained;
   other.resume = "none";
-  EXPECT_NE(user_error_of([&] { text_of(other); }).find("resume is none, but "), std::string::npos);
+  EXPECT_NE(user_error_of([&] { dry_run_text(other); }).find("resume is none, but "), std::string::npos);
   Config shorter = tiny_run_config(root, "shorter");
   shorter.train.steps = 5;
   train_quietly(shorter);
   other.resume = checkpoint_path(shorter) + "/" + checkpoint_name(5);
-  EXPECT_NE(user_error_of([&] { text_of(other); }).find("holds step 10 already"), std::string::npos);
+  EXPECT_NE(user_error_of([&] { dry_run_text(other); }).find("holds step 10 already"), std::string::npos);
 }
 
 TEST(DryRun, PrintsTheBatchThatTheRunWouldGoOnWith) {
   const TempDirectory root;
   Config config = tiny_run_config(root, "run");
   config.model.vocab_size = 258;
-  config.data.tokenizer = "bytes";
+  config.data.tokenizer = "bytes";  // the run's checkpoint must fit it too
   const auto batch_of = [](const Config& of) {
-    RecordedConsole console;
-    dry_run(of, Mesh::single(), console);
-    const std::string text = console.text();
+    const std::string text = dry_run_text(of);
     return text.substr(text.find("the first batch"));
   };
   const std::string first = batch_of(config);
