@@ -55,7 +55,7 @@ ask_to_stop() {
   ranks=$(local_ranks)
   kill -USR1 "$child" $ranks 2> /dev/null
   [[ -n $ranks ]] && return
-  while sleep 10 && kill -USR1 "$child" 2> /dev/null; do :; done &
+  while sleep 10 && kill -USR1 "$child"; do :; done &> /dev/null &  # holds no pipe of whoever waits for the output's end
 }
 
 asked=false
