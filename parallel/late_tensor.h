@@ -58,9 +58,8 @@ class AwaitedRows {
   AwaitedRows(const Tensor& tensor, std::vector<RowPart> parts, std::function<void(size_t)> send)
       : tensor_(tensor), parts_(std::move(parts)), send_(std::move(send)) {}
 
-  operator const Tensor&() const {
-    return tensor_;
-  }  // NOLINT: stands for the tensor in calls; who fills it says nothing
+  // For who fills it without saying so.
+  operator const Tensor&() const { return tensor_; }  // NOLINT: stands for the tensor in calls
   bool defined() const { return tensor_.defined(); }
   bool in_parts() const { return !parts_.empty(); }
   // Calls body(part, rows) for the parts and sends each.

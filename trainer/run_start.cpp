@@ -185,7 +185,7 @@ std::string planned_weights(const Config& config, const Workbench& bench) {
     return "with the weights of " + *config.from;
   }
   const auto take_weights = [&](CheckpointReader& checkpoint) {
-    model_differences(saved_config(checkpoint), config);  // a saved config that cannot be read is an error
+    saved_config(checkpoint);  // one that cannot be read is an error
     checkpoint.check_parameters(bench.registry(), CheckpointContent::kWeights);
   };
   return "with the weights of " + *use_checkpoint(*config.from, take_weights, world).path;
