@@ -218,8 +218,7 @@ void Attention::backward(Context& context, const Sequence& sequence, const Saved
 }
 
 double Attention::flops_per_token(int64_t row_length) const {
-  const int64_t heads_of_all_ranks = o_proj_->spec.shape[1] / head_dim_;
-  return 2.0 * static_cast<double>(heads_of_all_ranks * 2 * head_dim_) * (static_cast<double>(row_length) + 1.0) / 2.0;
+  return 2.0 * static_cast<double>(o_proj_->spec.units * 2 * head_dim_) * (static_cast<double>(row_length) + 1.0) / 2.0;
 }
 
 std::unique_ptr<DecodeState> Attention::make_decode_state(Context& context, int64_t max_tokens) const {

@@ -65,38 +65,39 @@ Tensor DeltaMixer::output_gate(const DeltaProjections& projections) const {
   return (gate.defined() ? gate : gate_columns(proj)).split_columns(parts_.num_value_heads, parts_.value_size);
 }
 
-int64_t DeltaMixer::padded_rows() const {
-  constexpr int64_t kMultiple = 8;
-  return (parts_.in_proj->value.dim(0) + kMultiple - 1) / kMultiple * kMultiple;
+int64_t DeltaMixer::padded_rows(Device device) const {
+  const int64_t multiple = device == Device::kCuda ? 8 : 1;
+  return (parts_.in_proj->value.dim(0) + multiple - 1) / multiple * multiple;
 }
 
 Tensor DeltaMixer::padded_weight(Context& context) const {
   const Tensor& weight = parts_.in_proj->value;
-  const int64_t rows = weight.dim(0);
-  if (rows == padded_rows()) return weight;
-  const Tensor padded = context.stream.scratch().allocate(context.dtype, {padded_rows(), weight.dim(1)});
+  const int64_t rows = weight.dim(0), all = padded_rows(context.stream.device());
+  if (rows == all) return weight;
+  const Tensor padded = context.stream.scratch().allocate(context.dtype, {all, weight.dim(1)});
   copy(context.stream, padded.rows(0, rows), weight);
-  fill_zero(context.stream, padded.rows(rows, padded_rows() - rows));
+  fill_zero(context.stream, padded.rows(rows, all - rows));
   return padded;
 }
 
 void DeltaMixer::add_weight_gradient(Context& context, const Tensor& d_whole, const Tensor& x) const {
   Stream& stream = context.stream;
   const Tensor& grad = parts_.in_proj->grad;
-  const int64_t rows = grad.dim(0);
-  if (rows == padded_rows()) {
+  const int64_t rows = grad.dim(0), all = padded_rows(stream.device());
+  if (rows == all) {
     linear_backward_weight(stream, grad, d_whole, x);
     return;
   }
   Arena::Scope scope(stream.scratch());
-  const Tensor padded = stream.scratch().allocate(grad.dtype(), {padded_rows(), grad.dim(1)});
+  const Tensor padded = stream.scratch().allocate(grad.dtype(), {all, grad.dim(1)});
   fill_zero(stream, padded);
   linear_backward_weight(stream, padded, d_whole, x);
   add(stream, grad, grad, padded.rows(0, rows));
 }
 
-DeltaProjections DeltaMixer::allocate_projections(Arena& arena, DType dtype, int64_t N) const {
-  const Tensor whole = arena.allocate(dtype, {N, padded_rows()});
+DeltaProjections DeltaMixer::allocate_projections(const Context& context, Arena& arena, int64_t N) const {
+  const DType dtype = context.dtype;
+  const Tensor whole = arena.allocate(dtype, {N, padded_rows(context.stream.device())});
   DeltaProjections out = {.whole = whole, .proj = whole.columns(0, parts_.in_proj->value.dim(0))};
   if (parts_.decay_b) out.decay = arena.allocate(dtype, {N, parts_.decay_b->value.dim(0)});
   if (parts_.gate_b) out.gate = arena.allocate(dtype, {N, parts_.gate_b->value.dim(0)});
@@ -105,7 +106,7 @@ DeltaProjections DeltaMixer::allocate_projections(Arena& arena, DType dtype, int
 
 DeltaProjections DeltaMixer::project(Context& context, Arena& arena, const LateTensor& x) const {
   Stream& stream = context.stream;
-  DeltaProjections out = allocate_projections(arena, context.dtype, x.dim(0));
+  DeltaProjections out = allocate_projections(context, arena, x.dim(0));
   // 1. all projections of x
   {
     Arena::Scope scope(stream.scratch());
@@ -194,7 +195,7 @@ void DeltaMixer::backward(Context& context, const Sequence& sequence, const Save
   Arena& scratch = stream.scratch();
   Arena::Scope scope(scratch);
   const int64_t N = x.dim(0), HV = parts_.num_value_heads, V = parts_.value_size;
-  const DeltaProjections d_projections = allocate_projections(scratch, context.dtype, N);
+  const DeltaProjections d_projections = allocate_projections(context, scratch, N);
   const auto& [d_whole, d_proj, d_decay, d_gate] = d_projections;
   const Tensor d_o = scratch.allocate(context.dtype, {N, HV, V});
   {
@@ -259,8 +260,7 @@ void DeltaMixer::backward(Context& context, const Sequence& sequence, const Save
 }
 
 double DeltaMixer::flops_per_token(int64_t) const {
-  const int64_t heads_of_all_ranks = parts_.o_proj->spec.shape[1] / parts_.value_size;
-  return static_cast<double>(heads_of_all_ranks) * delta_rule_flops(parts_.key_size, parts_.value_size);
+  return static_cast<double>(parts_.o_proj->spec.units) * delta_rule_flops(parts_.key_size, parts_.value_size);
 }
 
 std::unique_ptr<DecodeState> DeltaMixer::make_decode_state(Context& context, int64_t) const {

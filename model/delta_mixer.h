@@ -72,11 +72,11 @@ class DeltaMixer : public TokenMixer {
   Tensor decay_columns(const Tensor& proj) const;  // [N, decay_rows]
   Tensor gate_columns(const Tensor& proj) const;   // [N, gate_rows]
   // A tensor rank's share of the stack can have any number of rows P, but a GPU multiplies slowly by one that is not a
-  // multiple of 8. So products are of P' rows, the last of which are zero.
-  int64_t padded_rows() const;
+  // multiple of 8. So products there are of P' rows, the last of which are zero; on a CPU P' is P.
+  int64_t padded_rows(Device device) const;
   Tensor padded_weight(Context& context) const;  // [P', D]: the stack itself, or in scratch memory
   void add_weight_gradient(Context& context, const Tensor& d_whole, const Tensor& x) const;
-  DeltaProjections allocate_projections(Arena& arena, DType dtype, int64_t N) const;
+  DeltaProjections allocate_projections(const Context& context, Arena& arena, int64_t N) const;
   DeltaProjections project(Context& context, Arena& arena, const LateTensor& x) const;
   // The op's inputs from the convolved columns [N, C] and the projections. Given gradients instead, the places of the
   // op's gradients.

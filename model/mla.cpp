@@ -315,8 +315,7 @@ void Mla::earlier_ranges_backward(Context& context, PassedRows& passed, const Ea
 }
 
 double Mla::flops_per_token(int64_t row_length) const {
-  const int64_t heads_of_all_ranks = o_proj_->spec.shape[1] / value_dim_;
-  return 2.0 * static_cast<double>(heads_of_all_ranks * (nope_dim_ + rope_dim_ + value_dim_)) *
+  return 2.0 * static_cast<double>(o_proj_->spec.units * (nope_dim_ + rope_dim_ + value_dim_)) *
          (static_cast<double>(row_length) + 1.0) / 2.0;
 }
 
