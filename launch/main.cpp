@@ -18,6 +18,7 @@
 #include "launch/report.h"
 #include "parallel/agreement.h"
 #include "parallel/mpi_session.h"
+#include "trainer/signals.h"
 #include "trainer/trainer.h"
 
 namespace palimpsest {
@@ -42,12 +43,19 @@ bool needs_standard_output(const Arguments& arguments) {
       arguments);
 }
 
-int run(int argc, char** argv, Ranks& ranks) {
+// What saves and stops where a signal asks it to; all else ends at once.
+bool is_training(const Arguments& arguments) {
+  const auto* train = std::get_if<TrainArguments>(&arguments);
+  return train != nullptr && !train->dry_run && train->print_key.empty();
+}
+
+int run(int argc, char** argv, Ranks& ranks, StopSignals& signals) {
   Arguments arguments;
   agree(ranks.world(), [&] {
     arguments = parse_arguments(argc, argv);
     if (!std::holds_alternative<TextArguments>(arguments)) check_blas();
   });
+  if (!is_training(arguments)) signals.let_through();
   ConsoleOptions options;
   // Launchers give ranks a terminal of their own, whatever their output goes to.
   if (ranks.size() > 1)
@@ -115,9 +123,10 @@ void keep_standard_streams() {
 }
 
 int run_and_report(int argc, char** argv) {
+  StopSignals signals;  // before MPI starts, which takes a while
   Ranks ranks(&argc, &argv);
   try {
-    return run(argc, argv, ranks);
+    return run(argc, argv, ranks, signals);
   } catch (const RanksFailed& error) {
     return report_of_all(ranks, error, status_of(error.kind()));
   } catch (const NonFiniteStop& error) {

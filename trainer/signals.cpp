@@ -45,8 +45,8 @@ std::string name_of_stop_signal(int signal) {
   }
 }
 
-StopSignals::StopSignals() {
-  CHECK(!is_catching.exchange(true), "the stop signals are caught already");
+StopSignals::StopSignals() : catches_(!is_catching.exchange(true)) {
+  if (!catches_) return;
   first_signal = 0;
   struct sigaction action = {};
   action.sa_handler = &note_signal;
@@ -58,8 +58,20 @@ StopSignals::StopSignals() {
 StopSignals::~StopSignals() {
   if (first_signal != 0) old_actions_.back().sa_handler = SIG_IGN;
   static_assert(kSignals.back() == SIGUSR1);
+  give_back_handlers();
+}
+
+void StopSignals::give_back_handlers() {
+  if (!catches_) return;
   for (size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &old_actions_[i], nullptr);
+  catches_ = false;
   is_catching = false;
+}
+
+void StopSignals::let_through() {
+  if (!catches_) return;
+  give_back_handlers();
+  if (const int signal = first_signal; signal != 0) std::raise(signal);
 }
 
 int StopSignals::received() const {

@@ -30,6 +30,15 @@ std::string of_first_rank(Communicator& world, const std::string& text) {
   return {};
 }
 
+// The same on every rank: a signal that came to any of them, or 0.
+int64_t signal_to_any_rank(const StopSignals& signals, Communicator& world) {
+  return max_over(world, int64_t{signals.received()});
+}
+
+std::string words_for(int64_t signal) {
+  return "signal " + name_of_stop_signal(static_cast<int>(signal));
+}
+
 }  // namespace
 
 Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
@@ -93,6 +102,11 @@ void Trainer::run() {
     console_.info(fmt::format("nothing to do: the run is at step {} of {}", state_.step, total_steps_));
     return;
   }
+  if (const int64_t signal = signal_to_any_rank(signals_, setup_.mesh().world()); signal != 0) {
+    console_.info(fmt::format("stopped before step {} of {} by {}; the same command continues", state_.step + 1,
+                              total_steps_, words_for(signal)));
+    return;
+  }
   Loader loader(setup_.data(), loader_options(config_, state_, setup_.mesh()));
   if (config_.profile.steps && setup_.bench().device() == Device::kCpu)
     console_.info("profile.steps has no effect on the CPU");
@@ -131,7 +145,7 @@ std::string Trainer::reason_to_stop() const {
     reason = kTimeIsUp;
   reason = max_over(setup_.mesh().world(), reason);
   if (reason == 0) return {};
-  return reason == kTimeIsUp ? "train.max_minutes" : "signal " + name_of_stop_signal(static_cast<int>(reason));
+  return reason == kTimeIsUp ? "train.max_minutes" : words_for(reason);
 }
 
 StepMetrics Trainer::profiled_step(Loader& loader) {
@@ -269,7 +283,12 @@ void Trainer::report_memory() const {
 }
 
 void train(const Config& config, const Mesh& mesh, const std::string& program, Console& console) {
+  const StopSignals signals;
   const std::unique_ptr<RunSetup> setup = set_up_ranks(config, mesh);
+  if (const int64_t signal = signal_to_any_rank(signals, mesh.world()); signal != 0) {
+    console.info("stopped before anything was written, by " + words_for(signal));
+    return;
+  }
   setup->print(console);
   Trainer trainer(*setup, program, console);
   try {

@@ -57,7 +57,7 @@ class Trainer {
   RunSetup& setup_;
   const Config& config_;
   Console& console_;
-  const StopSignals signals_;  // from the start, so that loading is not ended by what asks for a save
+  const StopSignals signals_;
   std::string program_;
   double begin_seconds_;
   int64_t total_steps_;

@@ -1,7 +1,9 @@
 // The program as a user meets it: help, errors, exit codes, signals.
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <csignal>
+#include <cstdio>
 
 #include "data/dataset.h"
 #include "data/tokenizer.h"
@@ -128,6 +130,32 @@ TEST_F(TrainCommand, SignalsSaveAndExitWithZero) {
     const auto last = static_cast<int64_t>(metrics_of(config).size());
     EXPECT_TRUE(has_manifest(checkpoint_path(config) + "/" + checkpoint_name(last)));
   }
+}
+
+// The config comes through a pipe that holds the start up until the signal has come.
+TEST_F(TrainCommand, SignalsDuringTheStartEndItInGoodOrder) {
+  const std::string pipe = root_ / "pipe.yaml";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  const auto signalled = [&](const std::vector<std::string>& arguments, int signal, const std::string& text) {
+    support::RunningProgram program(arguments, {});
+    std::FILE* writer = std::fopen(pipe.c_str(), "w");  // waits for the program to open its config
+    program.signal(signal);
+    std::fwrite(text.data(), 1, text.size(), writer);
+    if (!text.empty()) std::fclose(writer);
+    ProgramResult result = program.wait();
+    if (text.empty()) std::fclose(writer);
+    return result;
+  };
+  for (const int signal : {SIGTERM, SIGINT, SIGUSR1}) {
+    const ProgramResult result = signalled({"train", pipe}, signal, read_file(file_));
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_EQ(result.err, "");
+    EXPECT_NE(result.out.find("stopped before anything was written, by signal "), std::string::npos) << result.out;
+    EXPECT_FALSE(path_exists(config_.run.dir));
+  }
+  // Nothing to save here: it does not read on.
+  EXPECT_EQ(signalled({"train", pipe, "--dry-run"}, SIGTERM, "").exit_code, -SIGTERM);
+  train();  // as if nothing had happened
 }
 
 TEST_F(TrainCommand, RepeatedNonFiniteStepsExitWithFour) {

@@ -9,7 +9,6 @@
 #include <chrono>
 #include <thread>
 
-#include "kernels/check.h"
 #include "tests/support/files.h"
 
 namespace palimpsest {
@@ -97,9 +96,30 @@ TEST(StopSignals, InterruptedReadsGoOn) {
   close(ends[1]);
 }
 
-TEST(StopSignals, OnlyOneAtATime) {
-  const StopSignals signals;
-  EXPECT_THROW(StopSignals(), Error);
+TEST(StopSignals, AnInnerOneTellsWhatTheOuterOneCaught) {
+  const StopSignals outer;
+  raise(SIGUSR1);
+  {
+    const StopSignals inner;
+    EXPECT_EQ(inner.received(), SIGUSR1);
+  }
+  raise(SIGTERM);  // still caught
+  EXPECT_EQ(outer.received(), SIGUSR1);
+}
+
+TEST(StopSignals, LetThroughActAsIfNobodyHadCaughtThem) {
+  for (const int signal : {SIGTERM, SIGUSR1}) {
+    const int status = support::run_in_child([&] {
+      std::signal(SIGUSR1, SIG_DFL);  // may be ignored since another test
+      StopSignals signals;
+      raise(signal);
+      if (signals.received() != signal) _exit(1);
+      signals.let_through();
+      _exit(0);  // not reached
+    });
+    ASSERT_TRUE(WIFSIGNALED(status)) << "status " << status;
+    EXPECT_EQ(WTERMSIG(status), signal);
+  }
 }
 
 }  // namespace

@@ -150,6 +150,20 @@ TEST(Trainer, StopsAndSavesOnASignal) {
   }
 }
 
+TEST(Trainer, ASignalBeforeTheFirstStepStopsWithoutOne) {
+  const TempDirectory root;
+  const Config config = tiny_run_config(root, "run");
+  RecordedConsole console;
+  RunSetup setup(config);
+  Trainer trainer(setup, "test", console);
+  std::raise(SIGTERM);
+  trainer.run();
+  EXPECT_EQ(trainer.state().step, 0);
+  EXPECT_TRUE(metrics_of(config).empty());
+  EXPECT_TRUE(list_checkpoints(checkpoint_path(config)).empty());
+  EXPECT_NE(console.text().find("stopped before step 1 of 10 by signal TERM"), std::string::npos) << console.text();
+}
+
 TEST(Trainer, StopsAndSavesWhenItsTimeIsUp) {
   const TempDirectory root;
   Config config = tiny_run_config(root, "run");
