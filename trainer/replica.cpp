@@ -31,7 +31,10 @@ void wait_for(std::unique_ptr<Pending>& pending) {
 }  // namespace
 
 WholeValues::WholeValues(ParameterRegistry& registry)
-    : registry_(registry), slots_(count_slots(registry)), coming_(registry.groups().size()) {}
+    : registry_(registry),
+      slots_(count_slots(registry)),
+      coming_(registry.groups().size()),
+      is_old_(registry.groups().size(), false) {}
 
 std::unique_ptr<Pending> WholeValues::gather(Context& context, const ParameterGroup& group) {
   std::vector<Parts> tensors;
@@ -50,6 +53,8 @@ void WholeValues::start(Context& context, int64_t group) {
 
 void WholeValues::need_values(Context& context, int64_t group, int64_t next) {
   if (registry_.replica_share().zero < 3) {
+    renew(context, group);
+    if (next != kNoGroup) renew(context, next);
     wait_for(coming_[group]);
     return;
   }
@@ -67,15 +72,28 @@ void WholeValues::values_changed(Context& context) {
     slot.group = kNoGroup;
   }
   if (share.zero >= 3) return;
-  // Every rank's rows to all, in place. On a GPU the model waits for each group when it comes to it; elsewhere, where
-  // data moves only while somebody waits, one group is under way while the next one starts.
-  const bool goes_on_alone = context.stream.device() == Device::kCuda;
+  wait_for_all();
+  is_old_.assign(is_old_.size(), true);
+  // Every rank's rows to all, in place. On a GPU the model's first group comes while the next step is prepared, and
+  // each other one while the group before it is used: the host has to do something for each as well, and the GPU would
+  // wait for it if all were started here. Elsewhere data moves only while somebody waits, so it is done here, two
+  // groups under way at a time.
   for (size_t group = 0; group < coming_.size(); ++group) {
-    wait_for(coming_[group]);
-    coming_[group] = gather(context, registry_.groups()[group]);
-    if (!goes_on_alone && group > 0) wait_for(coming_[group - 1]);
+    renew(context, static_cast<int64_t>(group));
+    if (context.stream.device() == Device::kCuda) return;
+    if (group > 0) wait_for(coming_[group - 1]);
   }
-  if (!goes_on_alone && !coming_.empty()) wait_for(coming_.back());
+  wait_for_all();
+}
+
+void WholeValues::wait_for_all() {
+  for (std::unique_ptr<Pending>& pending : coming_) wait_for(pending);
+}
+
+void WholeValues::renew(Context& context, int64_t group) {
+  if (!is_old_[group]) return;
+  is_old_[group] = false;
+  coming_[group] = gather(context, registry_.groups()[group]);
 }
 
 GradientReduction::GradientReduction(ParameterRegistry& registry, ParameterHooks& values)

@@ -4,7 +4,7 @@
 // Both classes are told by the model what it comes to (model/parameter_hooks.h). All ranks of the group must run the
 // same calls of the model in the same order where the level of zero makes these collective:
 //   values     with zero: 3 every forward gathers them, one group ahead of the model. Two blocks are whole at a time.
-//              With less, they are gathered once they have changed, on GPUs while the next forward begins.
+//              With less, they are gathered once they have changed, on GPUs one group ahead of the next forward.
 //   gradients  are reduce-scattered group by group while earlier blocks still run backward: with zero: 1 once a step,
 //              in the last micro-batch; with zero > 1 in each, and two blocks' gradients are whole at a time.
 // Sums are made in the dtype of the parameters, in an order that the layout alone decides.
@@ -38,10 +38,13 @@ class WholeValues : public ParameterHooks {
   Slot& slot_of(int64_t group) { return slots_[registry_.groups()[group].slot]; }
   void start(Context& context, int64_t group);
   std::unique_ptr<Pending> gather(Context& context, const ParameterGroup& group);
+  void renew(Context& context, int64_t group);  // with less: starts to, if its values have changed
+  void wait_for_all();
 
   ParameterRegistry& registry_;
   std::vector<Slot> slots_;                       // with zero: 3
-  std::vector<std::unique_ptr<Pending>> coming_;  // with less, by group: what is on its way
+  std::vector<std::unique_ptr<Pending>> coming_;  // with less, by group: what is on its way,
+  std::vector<bool> is_old_;                      // and whether it has not even started
 };
 
 // What a step did when, on this rank.

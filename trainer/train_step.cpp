@@ -70,12 +70,9 @@ void TrainStep::accumulate(const ModelInput& micro_batch, MicroBatch place) {
 
 StepResult TrainStep::finish(double lr) {
   const TraceRange range("optimizer");
-  const Mesh& mesh = context_.mesh;
-  mesh.replica().all_reduce(context_.stream, loss_sum_, ReduceOp::kSum);
-  mesh.replica().all_reduce(context_.stream, z_sum_, ReduceOp::kSum);
-  if (expert_load_.defined()) mesh.replica().all_reduce(context_.stream, expert_load_, ReduceOp::kSum);
   reduction_.finish(context_);
   accumulate_norm();
+  sum_over_ranks();
   require_finite(context_.stream, control_, loss_sum_);
   require_finite(context_.stream, control_, z_sum_);
   prepare_step(context_.stream, control_, options_.grad_clip.value_or(0.0));
@@ -120,7 +117,17 @@ void TrainStep::accumulate_norm() {
   for (const Parameter& parameter : registry_.parameters())
     if (counts_in_sums(context_, parameter)) grads.push_back(parameter.grad_shard);
   accumulate_norm_squared(context_.stream, control_, grads);
-  context_.mesh.world().all_reduce(context_.stream, control_.rows(kNormSquared, 1), ReduceOp::kSum);
+}
+
+// All that a step sums beside the gradients, at once. The ranks of a tensor group have the same losses and loads: one
+// of them counts.
+void TrainStep::sum_over_ranks() {
+  std::vector<Tensor> sums = {loss_sum_, z_sum_};
+  if (expert_load_.defined()) sums.push_back(expert_load_);
+  if (context_.mesh.tensor().rank() > 0)
+    for (const Tensor& sum : sums) fill_zero(context_.stream, sum);
+  sums.push_back(control_.rows(kNormSquared, 1));
+  context_.mesh.world().start_all_reduce(context_.stream, std::move(sums), ReduceOp::kSum)->wait();
 }
 
 void TrainStep::update_parameters(double lr) {

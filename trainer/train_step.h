@@ -68,7 +68,8 @@ class TrainStep {
   void set_applied_steps(int64_t steps);
 
  private:
-  void accumulate_norm();
+  void accumulate_norm();  // of this rank's shards
+  void sum_over_ranks();
   void update_parameters(double lr);
   void update_selection_biases();
   StepResult result_of_step() const;
