@@ -104,16 +104,17 @@ TEST(Plan, BytesOverDataRanksAreThoseOfARing) {
   };
   int64_t shard = 0;
   for (const ParameterGroup& group : registry.groups()) shard += bytes_of(group);
-  const int64_t losses = 2 * (2 * 8 * 7 / 8);
   constexpr int64_t kMicroBatches = 2;  // 24 rows / 8 ranks, at most 2 at once
-  EXPECT_EQ(find(plan, 8, 1, 1, 1)->sent.replica, 7 * shard + 7 * shard + losses);
-  EXPECT_EQ(find(plan, 8, 1, 1, 2)->sent.replica, 7 * kMicroBatches * shard + 7 * shard + losses);
+  EXPECT_EQ(find(plan, 8, 1, 1, 1)->sent.replica, 7 * shard + 7 * shard);
+  EXPECT_EQ(find(plan, 8, 1, 1, 2)->sent.replica, 7 * kMicroBatches * shard + 7 * shard);
   // Two of the three blocks are whole at a time. The first micro-batch gathers everything forward and the first block
   // again backward; the second finds the first two blocks and gathers the rest, then the first block again.
   const int64_t first_block = bytes_of(registry.groups()[1]), second_block = bytes_of(registry.groups()[2]);
   const int64_t gathered = (shard + first_block) + (shard - first_block - second_block + first_block);
-  EXPECT_EQ(find(plan, 8, 1, 1, 3)->sent.replica, 7 * kMicroBatches * shard + 7 * gathered + losses);
+  EXPECT_EQ(find(plan, 8, 1, 1, 3)->sent.replica, 7 * kMicroBatches * shard + 7 * gathered);
   EXPECT_EQ(find(plan, 8, 1, 1, 1)->sent.tensor, 0);
+  // Two losses and the norm.
+  EXPECT_EQ(find(plan, 8, 1, 1, 1)->sent.world, 3 * (2 * 8 * 7 / 8));
 }
 
 TEST(Plan, ReportsAsJson) {
