@@ -120,6 +120,11 @@ bool is_directory(const std::string& path) {
   return status_of(path, status) && S_ISDIR(status.st_mode);
 }
 
+bool is_regular_file(const std::string& path) {
+  struct stat status = {};
+  return status_of(path, status) && S_ISREG(status.st_mode);
+}
+
 int64_t file_size(const std::string& path) {
   struct stat status = {};
   if (::stat(path.c_str(), &status) != 0) throw_file_error("look at", path, errno);

@@ -34,6 +34,7 @@ void inject_file_delay(int64_t milliseconds);  // 0 takes it away
 // ---- questions ----------------------------------------------------------------------------------------------------
 bool path_exists(const std::string& path);
 bool is_directory(const std::string& path);
+bool is_regular_file(const std::string& path);                     // or a link to one
 int64_t file_size(const std::string& path);                        // bytes
 std::vector<std::string> list_directory(const std::string& path);  // names, in byte order, without "." and ".."
 int64_t free_bytes(const std::string& path);                       // of its file system; the path need not exist yet

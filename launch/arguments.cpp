@@ -34,7 +34,8 @@ CLI::Validator whole_number(int64_t least, int64_t most = std::numeric_limits<in
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (error == std::errc() && end == text.data() + text.size() && value >= least && value <= most) return "";
     std::string wanted = "must be a whole number, at least " + std::to_string(least);
-    if (most != std::numeric_limits<int64_t>::max()) wanted += " and at most " + std::to_string(most);
+    if (most != std::numeric_limits<int64_t>::max() || error == std::errc::result_out_of_range)
+      wanted += " and at most " + std::to_string(most);
     return "'" + text + "' " + wanted;
   };
   return {check, ""};

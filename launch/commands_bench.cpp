@@ -10,6 +10,9 @@ namespace palimpsest {
 int run_command(const BenchTrainArguments& arguments, Ranks& ranks, Console& console) {
   const Config config = load_resolved(arguments.config, ranks);
   const Mesh& mesh = ranks.lay_out(config, console);
+  agree(mesh.world(), [&] {
+    if (ranks.is_first()) check_report(arguments.json);
+  });
   const TrainBench bench = bench_train(config, mesh, arguments.steps, console);
   console.info(to_text(bench));
   agree(mesh.world(), [&] {
@@ -19,6 +22,7 @@ int run_command(const BenchTrainArguments& arguments, Ranks& ranks, Console& con
 }
 
 int run_command(const BenchKernelsArguments& arguments, Console& console) {
+  check_report(arguments.json);
   const std::vector<KernelBench> benches = bench_kernels(
       load_resolved(arguments.config), {.seconds_an_op = arguments.seconds, .only = arguments.only}, console);
   console.info(to_text(benches));

@@ -80,6 +80,7 @@ int run_command(const EvalArguments& arguments, Ranks& ranks, Console& console) 
   std::vector<EvalSet> sets;
   std::optional<Workbench> bench;
   agree(mesh.world(), [&] {
+    if (ranks.is_first()) check_report(arguments.json);
     options = evaluation_options(config, arguments.stride);
     sets = open_eval_sets(config);
     if (sets.empty())

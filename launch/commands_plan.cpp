@@ -11,6 +11,7 @@ int run_command(const PlanArguments& arguments, Console& console) {
   if (!arguments.layout.empty())
     request.layout = {.data = arguments.layout[0], .sequence = arguments.layout[1], .tensor = arguments.layout[2]};
   if (arguments.memory_gib) request.max_bytes = static_cast<int64_t>(*arguments.memory_gib * (int64_t{1} << 30));
+  check_report(arguments.json);
   const Plan plan = plan_layouts(load_resolved(arguments.config), request, console);
   console.info(to_text(plan, static_cast<size_t>(arguments.top)));
   write_report(arguments.json, to_json(plan));

@@ -4,6 +4,7 @@
 
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 
 #include "data/dataset.h"
 #include "data/tokenizer.h"
@@ -92,7 +93,7 @@ TEST(Program, NumbersOutOfRangeAndEmptyNamesAreRefused) {
            {generate, "--max-tokens", "9999999999999", "must be a whole number"},
            {generate, "--max-tokens", "1e3", "'1e3' must be a whole number"},
            {generate, "--seed", "-1", "'-1' must be a whole number, at least 0 ("},
-           {generate, "--seed", "99999999999999999999", "must be a whole number"},
+           {generate, "--seed", "9223372036854775808", "at least 0 and at most 9223372036854775807 ("},
            {tokenize, "--threads", "100000", "at most 1024"},
            {tokenize, "--threads", "x", "'x' must be a whole number"},
            {tokenize, "--train-sentencepiece", "0", "at least 1"},
@@ -186,6 +187,40 @@ TEST_F(TrainCommand, ReportsGoToStandardOutputAlone) {
   const ProgramResult plan = run_palimpsest({"plan", file_, "--ranks", "2", "--json", "-"});
   EXPECT_EQ(plan.exit_code, 0) << plan.err;
   EXPECT_FALSE(nlohmann::json::parse(plan.out).empty());
+}
+
+TEST_F(TrainCommand, ReportsReachPipesAndFilesBehindLinks) {
+  const auto plan = [&](const std::string& to) {
+    return support::run_command_line(
+        {"/bin/bash", "-c", PALIMPSEST_BINARY " plan " + file_ + " --ranks 2 --json " + to});
+  };
+  const std::string file = root_ / "report.json", link = root_ / "link", pipe = root_ / "pipe";
+  std::filesystem::create_symlink(file, link);
+  ASSERT_EQ(plan(link).exit_code, 0);  // to a file that is not there yet
+  write_file(file, "old");
+  std::filesystem::remove(link);
+  std::filesystem::create_symlink(file, link);
+  ASSERT_EQ(plan(link).exit_code, 0);
+  EXPECT_TRUE(std::filesystem::is_symlink(link));
+  EXPECT_FALSE(nlohmann::json::parse(read_file(file)).empty());
+  EXPECT_FALSE(nlohmann::json::parse(plan("/dev/stdout").out).empty());
+  ASSERT_EQ(plan(">(cat > " + file + "); wait $!").exit_code, 0);
+  EXPECT_FALSE(nlohmann::json::parse(read_file(file)).empty());
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0666), 0);
+  ASSERT_EQ(plan(pipe + " & cat " + pipe + " > " + root_ / "read.json" + "; wait $!").exit_code, 0);
+  EXPECT_FALSE(nlohmann::json::parse(read_file(root_ / "read.json")).empty());
+  EXPECT_TRUE(std::filesystem::is_fifo(pipe));  // as devices do, it stays
+}
+
+TEST_F(TrainCommand, AReportThatCannotBeWrittenIsRefusedBeforeTheWork) {
+  // There is no run either, at which eval would stop a little later.
+  for (const std::string& to : {root_ / "nowhere/e.json", root_.path()}) {
+    expect_user_error({"eval", file_, "--json", to}, {to});
+    const ProgramResult plan = run_palimpsest({"plan", file_, "--ranks", "2", "--json", to});
+    EXPECT_EQ(plan.exit_code, 2);
+    EXPECT_EQ(plan.out, "");
+    EXPECT_NE(plan.err.find(to), std::string::npos) << plan.err;
+  }
 }
 
 TEST_F(TrainCommand, OutputThatCannotBeWrittenIsAnErrorOfCommandsThatPrint) {
