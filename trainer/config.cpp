@@ -313,9 +313,11 @@ std::vector<std::string> resume_notices(const Config& saved, const Config& now) 
   std::vector<std::string> notices;
   for (const ConfigDifference& difference : differences(saved, now)) {
     const std::string& key = difference.key;
-    // Where the run lies, and what it starts from, say nothing about its course.
-    if (key == "run.dir" || key == "resume" || key == "from") continue;
-    if (decides_computation(key)) {
+    // Where the run lies, and what it is to go on from, say nothing about its course.
+    if (key == "run.dir" || key == "resume") continue;
+    if (key == "from") {
+      if (now.from) notices.push_back(fmt::format("from is {}, but the run keeps its own weights", difference.after));
+    } else if (decides_computation(key)) {
       fixed +=
           fmt::format("{}{} ({} there, {} here)", fixed.empty() ? "" : ", ", key, difference.before, difference.after);
     } else {

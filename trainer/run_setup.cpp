@@ -147,6 +147,10 @@ LoaderOptions loader_options(const Config& config, const TrainState& state, cons
           .first_row = state.sampler_position};
 }
 
+std::string nothing_to_do(const TrainState& state, int64_t total_steps) {
+  return fmt::format("nothing to do: the run is at step {} of {}", state.step, total_steps);
+}
+
 std::string config_path(const Config& config) {
   return config.run.dir + "/config.yaml";
 }
@@ -166,7 +170,10 @@ void dry_run(const Config& config, const Mesh& mesh, Console& console) {
   const std::unique_ptr<RunSetup> setup = set_up_ranks(config, mesh);
   setup->print(console);
   const PlannedStart start = planned_start(config, setup->bench());
+  for (const std::string& notice : start.notices) console.warning(notice);
   console.info("the run " + start.words);
+  if (const int64_t steps = total_steps(config); start.state.step >= steps)
+    return console.info(nothing_to_do(start.state, steps));
   Loader loader(setup->data(), loader_options(config, start.state, mesh));
   const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(config.data.tokenizer);
   console.info("the first batch\n" + decoded(loader.next().micro_batches.at(0), *tokenizer));

@@ -54,6 +54,9 @@ class RunSetup {
 
 // This rank's share of the steps after `state`.
 LoaderOptions loader_options(const Config& config, const TrainState& state, const Mesh& mesh);
+// What a run says that is at its end already.
+std::string nothing_to_do(const TrainState& state, int64_t total_steps);
+
 std::string config_path(const Config& config);      // <run.dir>/config.yaml
 std::string checkpoint_path(const Config& config);  // <run.dir>/checkpoints
 

@@ -39,6 +39,14 @@ void report_skipped(const NewestCheckpoint& newest, Console& console) {
   for (const SkippedCheckpoint& skipped : newest.skipped) console.warning(to_text(skipped));
 }
 
+// What was passed over on the way to the checkpoint that a run goes on from, and what of its config has changed since.
+std::vector<std::string> notices_of(const NewestCheckpoint& newest, const std::vector<std::string>& changes) {
+  std::vector<std::string> notices;
+  for (const SkippedCheckpoint& skipped : newest.skipped) notices.push_back(to_text(skipped));
+  for (const std::string& change : changes) notices.push_back("resume: " + change);
+  return notices;
+}
+
 std::vector<int64_t> damaged_steps(const NewestCheckpoint& newest) {
   std::vector<int64_t> steps;
   for (const SkippedCheckpoint& skipped : newest.skipped) steps.push_back(skipped.step);
@@ -67,15 +75,14 @@ class Resume {
 
   void operator()(CheckpointReader& checkpoint) {
     const CheckpointHeader& header = checkpoint.manifest().header;
-    notices_ = resume_notices(saved_config(checkpoint), config_);
+    changes_ = resume_notices(saved_config(checkpoint), config_);
     load(checkpoint, bench_, CheckpointContent::kWeightsAndOptimizer, console_);
     state_ = header.state;
   }
 
   RunStart finish(const NewestCheckpoint& newest) const {
     complete_values(bench_);
-    report_skipped(newest, console_);
-    for (const std::string& notice : notices_) console_.warning("resume: " + notice);
+    for (const std::string& notice : notices_of(newest, changes_)) console_.warning(notice);
     console_.info("resumed from " + *newest.path + " at step " + std::to_string(state_.step));
     return {.state = state_, .damaged_steps = damaged_steps(newest)};
   }
@@ -85,7 +92,7 @@ class Resume {
   Workbench& bench_;
   Console& console_;
   TrainState state_;
-  std::vector<std::string> notices_;
+  std::vector<std::string> changes_;
 };
 
 void refuse_to_start_over(const Config& config, Communicator& world) {
@@ -210,22 +217,25 @@ RunStart start_run(const Config& config, Workbench& bench, Console& console) {
 PlannedStart planned_start(const Config& config, const Workbench& bench) {
   Communicator& world = bench.mesh().world();
   PlannedStart start;
+  std::vector<std::string> changes;
   const auto resume = [&](CheckpointReader& checkpoint) {
-    resume_notices(saved_config(checkpoint), config);
+    changes = resume_notices(saved_config(checkpoint), config);
     checkpoint.check_parameters(bench.registry(), CheckpointContent::kWeightsAndOptimizer);
     start.state = checkpoint.manifest().header.state;
   };
-  std::optional<std::string> continued;
+  NewestCheckpoint continued;
   if (config.resume == "auto") {
-    continued = use_newest_checkpoint(checkpoint_path(config), resume, world).path;
+    continued = use_newest_checkpoint(checkpoint_path(config), resume, world);
   } else if (config.resume == "none") {
     refuse_to_start_over(config, world);
   } else {
-    continued = use_checkpoint(config.resume, resume, world).path;
-    refuse_to_fall_behind(config, world, *continued, start.state.step);
+    continued = use_checkpoint(config.resume, resume, world);
+    refuse_to_fall_behind(config, world, *continued.path, start.state.step);
   }
-  if (continued) {
-    start.words = "continues from " + *continued;
+  if (!continued.path) changes.clear();  // since a checkpoint that could not be used
+  start.notices = notices_of(continued, changes);
+  if (continued.path) {
+    start.words = "continues from " + *continued.path;
     return start;
   }
   start.state = {};  // of a checkpoint that could not be used

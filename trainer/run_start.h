@@ -23,8 +23,9 @@ struct RunStart {
 RunStart start_run(const Config& config, Workbench& bench, Console& console);
 
 struct PlannedStart {
-  std::string words;  // "continues from PATH" or the like
-  TrainState state;   // of the checkpoint; step 0 for a new run
+  std::string words;                 // "continues from PATH" or the like
+  TrainState state;                  // of the checkpoint; step 0 for a new run
+  std::vector<std::string> notices;  // what start_run would warn of
 };
 
 // For --dry-run: where start_run would begin. Throws as it would, but for damage that only the tensors themselves show;

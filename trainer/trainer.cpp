@@ -99,7 +99,7 @@ void Trainer::prepare_saves(const RunStart& start) {
 
 void Trainer::run() {
   if (state_.step >= total_steps_) {
-    console_.info(fmt::format("nothing to do: the run is at step {} of {}", state_.step, total_steps_));
+    console_.info(nothing_to_do(state_, total_steps_));
     return;
   }
   if (const int64_t signal = signal_to_any_rank(signals_, setup_.mesh().world()); signal != 0) {

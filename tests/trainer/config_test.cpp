@@ -202,6 +202,10 @@ TEST(Config, ResumeRefusesAnotherModelAndNotesTheRest) {
   const Config saved = parse_config(kExample, "example.yaml");
   const Config moved = parse_config(kExample, "example.yaml", {"run.dir=elsewhere", "resume=none", "from=null"});
   EXPECT_TRUE(resume_notices(saved, moved).empty());
+  const Config other_weights = parse_config(kExample, "example.yaml", {"from=elsewhere"});
+  EXPECT_EQ(resume_notices(saved, other_weights),
+            std::vector<std::string>{"from is elsewhere, but the run keeps its own weights"});
+  EXPECT_TRUE(resume_notices(other_weights, other_weights).empty());
   const Config longer = parse_config(kExample, "example.yaml", {"train.tokens=2e6"});
   EXPECT_EQ(resume_notices(saved, longer), std::vector<std::string>{"train.tokens was 1000000 and is now 2000000"});
   const Config other =

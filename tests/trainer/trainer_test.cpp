@@ -336,7 +336,10 @@ TEST(DryRun, FollowsWhereTheRunWouldStart) {
   const Config trained = tiny_run_config(root, "run");
   train_quietly(trained);
   const std::string newest = checkpoint_path(trained) + "/" + checkpoint_name(10);
-  EXPECT_NE(dry_run_text(trained).find("the run continues from " + newest), std::string::npos);
+  const std::string finished = dry_run_text(trained);
+  EXPECT_NE(finished.find("the run continues from " + newest), std::string::npos);
+  EXPECT_NE(finished.find("nothing to do: the run is at step 10 of 10"), std::string::npos);
+  EXPECT_EQ(finished.find("first batch"), std::string::npos);
   Config other = tiny_run_config(root, "other");
   other.from = trained.run.dir;
   EXPECT_NE(dry_run_text(other).find("the run starts with the weights of " + newest), std::string::npos);
@@ -356,6 +359,24 @@ TEST(DryRun, FollowsWhereTheRunWouldStart) {
   train_quietly(shorter);
   other.resume = checkpoint_path(shorter) + "/" + checkpoint_name(5);
   EXPECT_NE(user_error_of([&] { dry_run_text(other); }).find("holds step 10 already"), std::string::npos);
+}
+
+TEST(DryRun, WarnsOfWhatTheRunWouldWarnOf) {
+  const TempDirectory root;
+  Config config = tiny_run_config(root, "run");
+  config.checkpoint.every = 5;
+  train_quietly(config);
+  const std::string newest = checkpoint_path(config) + "/" + checkpoint_name(10);
+  config.train.steps = 12;
+  config.optimizer.lr *= 2;
+  support::write_file(newest + "/manifest.json", "{");
+  const std::string planned = dry_run_text(config);
+  const std::string started = train_quietly(config);
+  for (const std::string& text : {planned, started}) {
+    EXPECT_NE(text.find("skipped checkpoint " + newest), std::string::npos) << text;
+    EXPECT_NE(text.find("resume: train.steps was 10 and is now 12"), std::string::npos) << text;
+    EXPECT_NE(text.find("resume: optimizer.lr was"), std::string::npos) << text;
+  }
 }
 
 TEST(DryRun, PrintsTheBatchThatTheRunWouldGoOnWith) {
