@@ -51,6 +51,24 @@ CLI::Validator positive_number() {
   return {check, ""};
 }
 
+// "8,1,4" as numbers; empty when the text is anything but whole numbers and commas.
+std::vector<int64_t> numbers_of(const std::string& text) {
+  std::vector<int64_t> numbers;
+  for (const char *at = text.data(), *end = at + text.size();; ++at) {
+    const auto [stop, error] = std::from_chars(at, end, numbers.emplace_back());
+    if (error != std::errc() || (stop != end && *stop != ',')) return {};
+    if (stop == end) return numbers;
+    at = stop;
+  }
+}
+
+CLI::Validator three_numbers() {
+  const auto check = [](std::string& text) {
+    return numbers_of(text).size() == 3 ? "" : "'" + text + "' must be three whole numbers, such as 8,1,4";
+  };
+  return {check, ""};
+}
+
 CLI::Validator not_empty() {
   return {[](std::string& text) { return std::string(text.empty() ? "must not be empty" : ""); }, ""};
 }
@@ -253,9 +271,12 @@ class Parser {
     command.add_option("--ranks", plan_.ranks, "ranks of the whole job")
         ->required()
         ->check(whole_number(1, kMostRanks));
-    command.add_option("--layout", plan_.layout, "data,sequence,tensor, one of which may be -1; default: all layouts")
-        ->delimiter(',')
-        ->expected(3);
+    // One word, so that the fields of CONFIG may follow.
+    command
+        .add_option_function<std::string>(
+            "--layout", [this](const std::string& text) { plan_.layout = numbers_of(text); },
+            "data,sequence,tensor, one of which may be -1; default: all layouts")
+        ->check(three_numbers());
     command.add_option("--ranks-per-host", plan_.ranks_per_host, "ranks that share a host and its fast links")
         ->capture_default_str()
         ->check(whole_number(1, kMostRanks));

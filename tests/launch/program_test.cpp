@@ -104,6 +104,10 @@ TEST(Program, NumbersOutOfRangeAndEmptyNamesAreRefused) {
            {{"eval", "x.yaml"}, "--stride", "0", "at least 1 ("},
            {{"eval", "x.yaml"}, "--json", "", "must not be empty"},
            {{"plan", "x.yaml"}, "--ranks", "0", "at least 1"},
+           {{"plan", "x.yaml", "--ranks", "4"}, "--layout", "4,1", "'4,1' must be three whole numbers"},
+           {{"plan", "x.yaml", "--ranks", "4"}, "--layout", "4,1,1,1", "must be three whole numbers"},
+           {{"plan", "x.yaml", "--ranks", "4"}, "--layout", "4,1,", "must be three whole numbers"},
+           {{"plan", "x.yaml", "--ranks", "4"}, "--layout", "4,1,1x", "must be three whole numbers"},
            {{"plan", "x.yaml", "--ranks", "4"}, "--memory", "-1", "'-1' must be a number above 0"},
            {{"plan", "x.yaml", "--ranks", "4"}, "--memory", "inf", "must be a number above 0"},
            {{"bench", "kernels", "x.yaml"}, "--seconds", "1s", "'1s' must be a number above 0"}}) {
@@ -187,6 +191,13 @@ TEST_F(TrainCommand, ReportsGoToStandardOutputAlone) {
   const ProgramResult plan = run_palimpsest({"plan", file_, "--ranks", "2", "--json", "-"});
   EXPECT_EQ(plan.exit_code, 0) << plan.err;
   EXPECT_FALSE(nlohmann::json::parse(plan.out).empty());
+}
+
+TEST_F(TrainCommand, FieldsMayFollowALayout) {
+  const ProgramResult plan = run_palimpsest(
+      {"plan", file_, "--ranks", "2", "--layout", "-1,1,1", "train.sequences_per_step=6", "--json", "-"});
+  EXPECT_EQ(plan.exit_code, 0) << plan.err;
+  EXPECT_EQ(nlohmann::json::parse(plan.out).at("layouts").at(0).at("data"), 2);
 }
 
 TEST_F(TrainCommand, ReportsReachPipesAndFilesBehindLinks) {
