@@ -4,6 +4,9 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <filesystem>
+#include <set>
+#include <sstream>
 
 #include "data/file_ops.h"
 #include "tests/support/files.h"
@@ -99,6 +102,40 @@ TEST(KilledRun, BeforeItsFirstCheckpointStartsAnew) {
     ASSERT_EQ(results_of(config), results_of(straight));
     remove_tree(config.run.dir);
   }
+}
+
+// A machine that stops keeps what was flushed alone: of a file its bytes, of a folder the names in it.
+TEST(Save, IsOnTheDiskBeforeItCounts) {
+  const TempDirectory root;
+  const Config config = config_of(root, "run");
+  support::write_file(root / "run.yaml", to_yaml(config));
+  const ProgramResult run = run_palimpsest({"train", root / "run.yaml"}, {{"PALIMPSEST_PRINT_FILE_OPERATIONS", "1"}});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  std::set<std::string> unflushed;
+  const auto expect_flushed = [&](const std::string& path, const std::string& before) {
+    for (const std::string& other : unflushed)
+      EXPECT_FALSE(other == path || other.starts_with(path + "/")) << other << " is not flushed before " << before;
+  };
+  int num_manifests = 0;
+  std::istringstream lines(run.err);
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with("file operation ")) continue;
+    const size_t begin = line.find(": ") + 2, path_begin = line.find(" /", begin);
+    ASSERT_NE(path_begin, std::string::npos) << line;
+    const std::string action = line.substr(begin, path_begin - begin), path = line.substr(path_begin + 1);
+    const std::string folder = std::filesystem::path(path).parent_path();
+    if (action == "flush") unflushed.erase(path);
+    if (action == "create" || action == "write") unflushed.insert(path);
+    if (action == "create" || action == "create the folder") unflushed.insert(folder);
+    if (action != "rename") continue;
+    expect_flushed(path, line);
+    unflushed.insert(folder);
+    if (!path.ends_with("manifest.json.tmp")) continue;
+    ++num_manifests;
+    EXPECT_EQ(unflushed.count(checkpoint_path(config)), 0) << line;  // it holds the folder's name
+  }
+  EXPECT_EQ(num_manifests, kSteps);
+  expect_flushed(checkpoint_path(config) + "/" + checkpoint_name(kSteps), "the end");
 }
 
 }  // namespace
