@@ -118,7 +118,10 @@ TEST(Trainer, EvaluationRightAfterLoadingEqualsTheStoredOne) {
   const TempDirectory root;
   Config config = tiny_run_config(root, "run");
   config.train.eval_every = 5;
+  config.checkpoint.every = 6;
   train_quietly(config);
+  // What was evaluated at step 5 is no figure of step 6.
+  EXPECT_TRUE(CheckpointReader(checkpoint_path(config) + "/step-000006").manifest().header.state.eval_losses.empty());
   CheckpointReader reader(checkpoint_path(config) + "/step-000010");
   const double stored = reader.manifest().header.state.eval_losses.at("held_out");
 
