@@ -9,6 +9,7 @@
 #include "launch/report.h"
 #include "launch/version.h"
 #include "parallel/agreement.h"
+#include "parallel/mpi_session.h"
 #include "trainer/checkpoint_folder.h"
 #include "trainer/checkpoint_inspect.h"
 #include "trainer/checkpoint_merge.h"
@@ -88,17 +89,21 @@ int run_command(const EvalArguments& arguments, Ranks& ranks, Console& console) 
     bench.emplace(config, mesh);
     allocate_for_evaluation(config, *bench);
   });
-  load_trained_weights(config, *bench, console);
-  std::vector<RankItem> contents;
-  contents.reserve(sets.size());
-  for (const EvalSet& set : sets) contents.push_back(contents_of("data.eval " + set.name, *set.dataset));
-  check_same_on_ranks(mesh.world(), contents);
   std::vector<std::pair<std::string, Evaluation>> evaluations;
-  for (const EvalSet& set : sets) {
-    const Evaluation evaluation = evaluate(bench->model(), bench->context(), *set.dataset, options, console, set.name);
-    console.info(set.name + ": " + to_text(evaluation));
-    evaluations.emplace_back(set.name, evaluation);
-  }
+  run_together(mesh.world(), [&] {
+    bench->share_memory();
+    load_trained_weights(config, *bench, console);
+    std::vector<RankItem> contents;
+    contents.reserve(sets.size());
+    for (const EvalSet& set : sets) contents.push_back(contents_of("data.eval " + set.name, *set.dataset));
+    check_same_on_ranks(mesh.world(), contents);
+    for (const EvalSet& set : sets) {
+      const Evaluation evaluation =
+          evaluate(bench->model(), bench->context(), *set.dataset, options, console, set.name);
+      console.info(set.name + ": " + to_text(evaluation));
+      evaluations.emplace_back(set.name, evaluation);
+    }
+  });
   agree(mesh.world(), [&] {
     if (ranks.is_first()) write_report(arguments.json, report_of(evaluations));
   });
@@ -117,11 +122,14 @@ int run_command(const ScoreArguments& arguments, Ranks& ranks, Console& console)
     bench.emplace(config, mesh);
     allocate_for_evaluation(config, *bench);
   });
-  load_trained_weights(config, *bench, console);
-  check_same_on_ranks(mesh.world(), {contents_of(arguments.tokens, *dataset)});
-  const Evaluation evaluation =
-      score_to_file(bench->model(), bench->context(), *dataset, options, console, arguments.out);
-  console.info(arguments.out + ": " + to_text(evaluation));
+  run_together(mesh.world(), [&] {
+    bench->share_memory();
+    load_trained_weights(config, *bench, console);
+    check_same_on_ranks(mesh.world(), {contents_of(arguments.tokens, *dataset)});
+    const Evaluation evaluation =
+        score_to_file(bench->model(), bench->context(), *dataset, options, console, arguments.out);
+    console.info(arguments.out + ": " + to_text(evaluation));
+  });
   return kExitSuccess;
 }
 
@@ -138,16 +146,19 @@ int run_command(const GenerateArguments& arguments, Ranks& ranks, Console& conso
     bench->allocate(ParameterUse::kInference, rehearse_generation(bench->model(), bench->registry(), bench->device(),
                                                                   bench->types(), request, mesh));
   });
-  load_trained_weights(config, *bench, console);
   // Every rank draws the same text; the first one writes it.
   const auto write = [&](std::string_view text) {
     if (!ranks.is_first()) return;
     if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0)
       throw_user_error("standard output cannot be written");
   };
-  write(arguments.prompt);
-  generate(bench->model(), bench->context(), request, [&](int32_t token) { write(tokenizer->bytes_of(token)); });
-  write("\n");
+  run_together(mesh.world(), [&] {
+    bench->share_memory();
+    load_trained_weights(config, *bench, console);
+    write(arguments.prompt);
+    generate(bench->model(), bench->context(), request, [&](int32_t token) { write(tokenizer->bytes_of(token)); });
+    write("\n");
+  });
   return kExitSuccess;
 }
 

@@ -24,7 +24,7 @@ options=()
 # Threads that spin while they wait take the cores of the others.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 # Open MPI passes its own variables to all ranks; of the others, those of this host's environment are named.
-for name in OMP_NUM_THREADS OMP_WAIT_POLICY OPENBLAS_CORETYPE HDF5_USE_FILE_LOCKING LD_LIBRARY_PATH \
+for name in OMP_NUM_THREADS OMP_WAIT_POLICY OPENBLAS_CORETYPE HDF5_USE_FILE_LOCKING LD_LIBRARY_PATH PALIMPSEST_SHARE_GPUS \
   "${!NCCL_@}" ${PALIMPSEST_EXPORT:-}; do
   [[ -v $name ]] && options+=(-x "$name")
 done

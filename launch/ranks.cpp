@@ -30,10 +30,13 @@ const Mesh& Ranks::lay_out(const Config& config, Console& console) {
   agree(world(), [&] { shape = resolve_mesh(shape, size()); });
   if (size() == 1) return Mesh::single();
   const Device device = device_of(config);
-  const std::string gpu = device == Device::kCuda ? take_gpu(world(), session_->local_rank()) : "none";
+  GpuLinks links;
+  agree(world(), [&] { links = gpu_links(); });
+  const std::string gpu = device == Device::kCuda ? take_gpu(world(), session_->local_rank(), links) : "none";
   watchdog_.emplace(rank(), parallel.timeout_s);
-  mesh_ = session_->make_mesh(shape, *watchdog_, device);
+  mesh_ = session_->make_mesh(shape, *watchdog_, device, links);
   console.info(map_of_ranks(*mesh_, gpu));
+  for (const std::string& notice : mesh_->notices()) console.info(notice);
   return *mesh_;
 }
 

@@ -25,12 +25,17 @@ std::vector<std::string> texts_at_first(Communicator& group, const std::string& 
 // Rank 0's.
 std::string broadcast_text(Communicator& group, const std::string& text);
 
-// Work failed on some ranks, and all of them know: every rank throws this, so that the job ends in good order, and one
-// of them prints it for all.
-class RanksFailed : public std::runtime_error {
+// What every rank throws at the same place, so that the job ends in good order.
+class ThrownByAll : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Work failed on some ranks, and all of them know. One of them prints it for all.
+class RanksFailed : public ThrownByAll {
  public:
   enum class Kind : uint8_t { kUserError, kFaultOfAll, kFaultOfSome };
-  RanksFailed(const std::string& text, Kind kind) : std::runtime_error(text), kind_(kind) {}
+  RanksFailed(const std::string& text, Kind kind) : ThrownByAll(text), kind_(kind) {}
   Kind kind() const { return kind_; }
 
  private:

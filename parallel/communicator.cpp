@@ -1,5 +1,6 @@
 #include "parallel/communicator.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "kernels/elementwise.h"
@@ -52,8 +53,11 @@ std::unique_ptr<Pending> Communicator::start_all_gather(Stream& stream, std::vec
 }
 
 std::unique_ptr<Pending> Communicator::start_reduce_scatter(Stream& stream, std::vector<Parts> tensors) {
-  if (!prepare("reduce_scatter", stream, tensors, [](const Parts& t) { return std::pair(t.part, t.whole); }))
-    return std::make_unique<Done>();
+  const bool goes_on =
+      prepare("reduce_scatter", stream, tensors, [](const Parts& t) { return std::pair(t.part, t.whole); });
+  if (size_ > 1 && !tensors.empty())
+    workspace_bytes_ = std::max(workspace_bytes_, workspace_of_reduce_scatter(tensors));
+  if (!goes_on) return std::make_unique<Done>();
   const TraceRange range("reduce_scatter");
   return launch_reduce_scatter(stream, tensors);
 }
@@ -121,6 +125,14 @@ void Communicator::barrier(Stream& stream) {
   if (size_ > 1 && !stream.is_planning()) launch_barrier(stream)->wait();
 }
 
+void Communicator::take_workspace() {}
+
+void Communicator::leave_others_memory() noexcept {}
+
+std::string Communicator::notice() const {
+  return {};
+}
+
 void Communicator::set_step(int64_t) {}
 
 // A group of one never comes here; a backend overrides all of them.
@@ -144,6 +156,9 @@ std::unique_ptr<Pending> Communicator::launch_shift(Stream& stream, const Tensor
 }
 std::unique_ptr<Pending> Communicator::launch_barrier(Stream&) {
   return std::make_unique<Done>();
+}
+int64_t Communicator::workspace_of_reduce_scatter(std::span<const Parts>) const {
+  return 0;
 }
 
 }  // namespace palimpsest

@@ -76,6 +76,18 @@ class Communicator {
   int64_t bytes_sent() const { return bytes_sent_; }
   void reset_bytes_sent() { bytes_sent_ = 0; }
 
+  // Memory beside the tensors that reduce_scatter takes, at most, for what was asked of it so far, rehearsed or not.
+  int64_t workspace_bytes() const { return workspace_bytes_; }
+  // Takes that memory. Every rank of the group calls it when all is rehearsed, and nothing is under way; a
+  // reduce_scatter that needs more is a fault until the next call.
+  virtual void take_workspace();
+  // Leaves the other ranks' memory alone from here on, and returns when they do so too: a rank must not free what
+  // another has mapped. Every rank of the group calls it; what they send each other later maps it anew.
+  virtual void leave_others_memory() noexcept;
+
+  // What a user should know of the ways that tensors take; empty where they take the usual ones.
+  virtual std::string notice() const;
+
   // For the line that is printed when a deadline passes.
   virtual void set_step(int64_t step);
 
@@ -91,6 +103,7 @@ class Communicator {
                                                        int64_t from);
   virtual std::unique_ptr<Pending> launch_shift(Stream& stream, const Tensor& out, const Tensor& in, int64_t by);
   virtual std::unique_ptr<Pending> launch_barrier(Stream& stream);
+  virtual int64_t workspace_of_reduce_scatter(std::span<const Parts> tensors) const;  // bytes, the same on all ranks
 
  private:
   template <class Copy>
@@ -100,6 +113,7 @@ class Communicator {
   int64_t rank_ = 0;
   int64_t size_ = 1;
   int64_t bytes_sent_ = 0;
+  int64_t workspace_bytes_ = 0;
 };
 
 }  // namespace palimpsest

@@ -29,7 +29,7 @@ void check_one_gpu_each(const std::vector<GpuPlace>& ranks) {
   }
 }
 
-std::string take_gpu(Communicator& world, int64_t local_rank) {
+std::string take_gpu(Communicator& world, int64_t local_rank, const GpuLinks& links) {
   std::string gpu;
   agree(world, [&] {
     use_gpu(local_rank);
@@ -39,7 +39,9 @@ std::string take_gpu(Communicator& world, int64_t local_rank) {
   const std::vector<std::string> visible = gather_texts(world, std::to_string(num_gpus()));
   std::vector<GpuPlace> places;
   for (size_t i = 0; i < hosts.size(); ++i) places.push_back({hosts[i], gpus[i], std::stoll(visible[i])});
-  agree(world, [&] { check_one_gpu_each(places); });
+  agree(world, [&] {
+    if (!links.share_gpus) check_one_gpu_each(places);
+  });
   return gpu;
 }
 

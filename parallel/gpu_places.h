@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "parallel/communicator.h"
+#include "parallel/gpu_links.h"
 
 namespace palimpsest {
 
@@ -19,7 +20,7 @@ struct GpuPlace {
 void check_one_gpu_each(const std::vector<GpuPlace>& ranks);
 
 // Makes this rank's GPU the current one, and returns its address on the bus. Every rank of `world` calls it; throws on
-// all of them when a rank has no GPU or not one for itself.
-std::string take_gpu(Communicator& world, int64_t local_rank);
+// all of them when a rank has no GPU or, unless they may share them, not one for itself.
+std::string take_gpu(Communicator& world, int64_t local_rank, const GpuLinks& links);
 
 }  // namespace palimpsest

@@ -1,6 +1,7 @@
 #include "parallel/mesh.h"
 
 #include <array>
+#include <exception>
 #include <utility>
 
 namespace palimpsest {
@@ -88,6 +89,29 @@ SentBytes SentBytes::operator-(const SentBytes& other) const {
   SentBytes difference = *this;
   difference += other * -1;
   return difference;
+}
+
+int64_t Mesh::workspace_bytes() const {
+  int64_t bytes = 0;
+  for_each_communicator([&](const Communicator& communicator) { bytes += communicator.workspace_bytes(); });
+  return bytes;
+}
+
+std::vector<std::string> Mesh::notices() const {
+  std::vector<std::string> notices;
+  for_each_communicator([&](const Communicator& communicator) {
+    if (std::string notice = communicator.notice(); !notice.empty()) notices.push_back(std::move(notice));
+  });
+  return notices;
+}
+
+SharedMemory::SharedMemory(const Mesh& mesh) : mesh_(mesh), exceptions_(std::uncaught_exceptions()) {
+  mesh.for_each_communicator([](Communicator& communicator) { communicator.take_workspace(); });
+}
+
+SharedMemory::~SharedMemory() {
+  if (std::uncaught_exceptions() > exceptions_) return;
+  mesh_.for_each_communicator([](Communicator& communicator) { communicator.leave_others_memory(); });
 }
 
 SequenceCut cut_rows(const Mesh& mesh, int64_t num_rows, int64_t row_length) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "parallel/communicator.h"
 #include "parallel/sequence_cut.h"
@@ -60,9 +61,33 @@ class Mesh {
 
   SentBytes bytes_sent() const;  // so far, in rehearsals too
 
+  int64_t workspace_bytes() const;           // of all its communicators
+  std::vector<std::string> notices() const;  // of those that have one
+
+  // body(communicator) for each, in the same order on all ranks.
+  template <class Body>
+  void for_each_communicator(Body&& body) const {
+    for (Communicator* each : {world_.get(), data_.get(), sequence_.get(), tensor_.get(), replica_.get()}) body(*each);
+  }
+
  private:
   MeshShape shape_;
   std::unique_ptr<Communicator> world_, data_, sequence_, tensor_, replica_;
+};
+
+// The time in which the ranks of a mesh work in each other's memory: from when all is rehearsed and all of them have
+// allocated their tensors, until the first of them frees any. Every rank makes one, and none ends while something is
+// under way. Where it ends by an exception the others are not waited for.
+class SharedMemory {
+ public:
+  explicit SharedMemory(const Mesh& mesh);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+ private:
+  const Mesh& mesh_;
+  int exceptions_;  // on their way when it began
 };
 
 // How the mesh's sequence ranks share rows of this length.

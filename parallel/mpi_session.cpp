@@ -52,7 +52,8 @@ MpiSession::~MpiSession() {
   MPI_Finalize();
 }
 
-std::unique_ptr<Mesh> MpiSession::make_mesh(const MeshShape& shape, Watchdog& watchdog, Device device) const {
+std::unique_ptr<Mesh> MpiSession::make_mesh(const MeshShape& shape, Watchdog& watchdog, Device device,
+                                            const GpuLinks& links) const {
   await_all_ranks(watchdog);
   const int64_t rank = world_rank_;
   const bool member = rank < shape.ranks();
@@ -68,7 +69,7 @@ std::unique_ptr<Mesh> MpiSession::make_mesh(const MeshShape& shape, Watchdog& wa
     if (!member) return nullptr;
     int size = 1;
     check_mpi(MPI_Comm_size(comm, &size), "MPI_Comm_size");
-    if (device == Device::kCuda && size > 1) return make_nccl_communicator(axis, comm, watchdog);
+    if (device == Device::kCuda && size > 1) return make_nccl_communicator(axis, comm, watchdog, links);
     return std::make_unique<MpiCommunicator>(axis, comm, watchdog);
   };
   auto world = split("world", 0);
@@ -111,6 +112,17 @@ void fail_job(int64_t rank, const std::exception& error) {
   }).detach();
   MPI_Abort(MPI_COMM_WORLD, status);
   std::_Exit(status);
+}
+
+void run_together(const Communicator& world, const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const ThrownByAll&) {
+    throw;
+  } catch (const std::exception& error) {
+    if (world.size() > 1) fail_job(world.rank(), error);
+    throw;
+  }
 }
 
 bool started_by_launcher() {

@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <string>
 
+#include "parallel/gpu_links.h"
 #include "parallel/mesh.h"
 #include "parallel/watchdog.h"
 
@@ -26,7 +28,8 @@ class MpiSession {
 
   // The mesh over the first shape.ranks() ranks of the world; every rank of the world calls it. Ranks beyond get none.
   // With kCuda its axes connect the ranks' current GPUs. The watchdog must outlive the mesh.
-  std::unique_ptr<Mesh> make_mesh(const MeshShape& shape, Watchdog& watchdog, Device device = Device::kCpu) const;
+  std::unique_ptr<Mesh> make_mesh(const MeshShape& shape, Watchdog& watchdog, Device device = Device::kCpu,
+                                  const GpuLinks& links = {}) const;
 
  private:
   void look_around_host();
@@ -41,6 +44,9 @@ class MpiSession {
 // kStatusRankFailed. This one ends within seconds, also where MPI cannot reach the others, which then end when their
 // connection or their deadline does.
 [[noreturn]] void fail_job(int64_t rank, const std::exception& error);
+// Runs `body`, in which ranks wait for each other. What one of several throws alone ends the job from within: nothing
+// is put away first, which the others' collectives may still wait for.
+void run_together(const Communicator& world, const std::function<void()>& body);
 
 // Whether mpirun or another launcher of MPI ranks started this process, as its environment says.
 bool started_by_launcher();

@@ -10,12 +10,15 @@
 #include <string>
 
 #include "parallel/communicator.h"
+#include "parallel/gpu_links.h"
 #include "parallel/watchdog.h"
 
 namespace palimpsest {
 
-// Over the current GPU of each rank of `comm`, which it takes over: a GPU serves one rank. Every rank of `comm` calls
-// it. The watchdog must outlive it; it ends the job when a collective makes no progress in time, or fails.
-std::unique_ptr<Communicator> make_nccl_communicator(std::string axis, MPI_Comm comm, Watchdog& watchdog);
+// Over the current GPU of each rank of `comm`, which it takes over: a GPU serves one rank, unless they may share it.
+// Every rank of `comm` calls it. The watchdog must outlive it; it ends the job when a collective makes no progress in
+// time, or fails.
+std::unique_ptr<Communicator> make_nccl_communicator(std::string axis, MPI_Comm comm, Watchdog& watchdog,
+                                                     const GpuLinks& links);
 
 }  // namespace palimpsest

@@ -8,6 +8,7 @@
 #include "kernels/random.h"
 #include "model/local_input.h"
 #include "parallel/agreement.h"
+#include "parallel/mpi_session.h"
 #include "trainer/bench.h"
 #include "trainer/flops.h"
 #include "trainer/json_object.h"
@@ -93,6 +94,7 @@ MemoryPlan plan_of(const Config& config, Workbench& bench) {
   const BatchLimits limits = {.train_rows = std::min(config.train.micro_batch, rows_of_rank(config, bench.mesh())),
                               .row_length = config.data.sequence_length};
   MemoryPlan plan{.regions = bench.rehearse_training(limits, train_step_options(config))};
+  plan.add_copies(bench.mesh());
   plan.others.push_back({"random tokens", RandomBatches::bytes(config, bench.mesh())});
   // The matrix products of the reference use the activations' memory where it is large enough.
   if (plan.regions.activations < kMatmulBytes) plan.others.push_back({"reference products", kMatmulBytes});
@@ -111,7 +113,8 @@ TrainBench bench_train(const Config& config, const Mesh& mesh, int64_t steps, Co
   console.info("memory\n" + to_text(plan));
   const int64_t in_use_before = memory_in_use(bench.device());
 
-  bench.allocate(ParameterUse::kTraining, plan.regions);
+  agree(mesh.world(), [&] { bench.allocate(ParameterUse::kTraining, plan.regions); });
+  bench.share_memory();
   bench.registry().initialize(static_cast<uint64_t>(config.run.seed), config.model.initializer_range);
   bench.registry().zero_optimizer(bench.stream());
   TrainStep step(bench.model(), bench.registry(), bench.context(), bench.regions().optimizer,
@@ -119,14 +122,14 @@ TrainBench bench_train(const Config& config, const Mesh& mesh, int64_t steps, Co
   const RandomBatches batches(config, mesh);
   std::vector<StepTimes> times;
   const SentBytes sent_before = mesh.bytes_sent();
-  {
+  run_together(mesh.world(), [&] {
     ProgressBar progress(console, "bench train", kWarmupSteps + steps, "steps");
     for (int64_t i = 0; i < kWarmupSteps + steps; ++i) {
       const StepTimes taken = timed_step(step, bench.stream(), batches.batches(), config, console);
       if (i >= kWarmupSteps) times.push_back(taken);
       progress.add(1);
     }
-  }
+  });
   const SentBytes sent = mesh.bytes_sent() - sent_before;
   std::sort(times.begin(), times.end(), [](const auto& a, const auto& b) { return a.total_ms() < b.total_ms(); });
   const StepTimes& median = times[times.size() / 2];

@@ -191,6 +191,10 @@ int64_t MemoryPlan::total() const {
   return bytes;
 }
 
+void MemoryPlan::add_copies(const Mesh& mesh) {
+  if (mesh.workspace_bytes() > 0) others.push_back({"copies between GPUs", mesh.workspace_bytes()});
+}
+
 std::string to_text(const MemoryPlan& plan) {
   std::vector<MemoryItem> items = {{"parameters", plan.regions.parameters},
                                    {"gradients", plan.regions.gradients},

@@ -74,6 +74,8 @@ struct MemoryPlan {
   RegionBytes regions;
   std::vector<MemoryItem> others;  // beside the regions
   int64_t total() const;
+  // What the communicators take of a GPU for copies between GPUs, once all is rehearsed.
+  void add_copies(const Mesh& mesh);
 };
 // A line for each region and item, and the total.
 std::string to_text(const MemoryPlan& plan);

@@ -97,6 +97,7 @@ MemoryPlan RunSetup::make_plan() {
       .eval_rows = eval_sets_.empty() ? 0 : train.micro_batch,
       .row_length = config_.data.sequence_length};
   MemoryPlan plan{.regions = bench_.rehearse_training(limits, train_step_options(config_))};
+  plan.add_copies(mesh());
   const auto blocks = owned_blocks(bench_.registry(), CheckpointContent::kWeightsAndOptimizer);
   if (config_.checkpoint.background) {
     Arena snapshot = Arena::planning("checkpoint snapshot", Device::kCpu);

@@ -54,6 +54,7 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
   resident_before_ = memory_in_use(bench.device());
   Communicator& world = setup_.mesh().world();
   agree(world, [&] { bench.allocate(ParameterUse::kTraining, setup_.plan().regions); });
+  bench.share_memory();
   const RunStart start = start_run(config_, bench, console_);
   state_ = start.state;
   step_.emplace(bench.model(), bench.registry(), bench.context(), bench.regions().optimizer,
@@ -291,17 +292,7 @@ void train(const Config& config, const Mesh& mesh, const std::string& program, C
   }
   setup->print(console);
   Trainer trainer(*setup, program, console);
-  try {
-    trainer.run();
-  } catch (const RanksFailed&) {
-    throw;
-  } catch (const NonFiniteStop&) {
-    throw;
-  } catch (const std::exception& error) {
-    // One rank's failure: the others wait for it in the middle of a step, so nothing is put away first.
-    if (mesh.world().size() > 1) fail_job(mesh.world().rank(), error);
-    throw;
-  }
+  run_together(mesh.world(), [&] { trainer.run(); });
 }
 
 }  // namespace palimpsest

@@ -22,9 +22,9 @@
 namespace palimpsest {
 
 // Training stopped after too many non-finite steps in a row. The last checkpoint stays.
-class NonFiniteStop : public std::runtime_error {
+class NonFiniteStop : public ThrownByAll {
  public:
-  using std::runtime_error::runtime_error;
+  using ThrownByAll::ThrownByAll;
 };
 
 class Trainer {

@@ -34,6 +34,9 @@ class Workbench {
 
   // Allocates the regions and binds the parameters to them. Values are uninitialised.
   void allocate(ParameterUse use, const RegionBytes& bytes);
+  // Lets the ranks work in each other's memory, for as long as the regions are there. Every rank calls it, when all of
+  // them have allocated.
+  void share_memory() { shared_memory_.emplace(mesh_); }
   Regions& regions() { return *regions_; }
   Stream& stream() { return *stream_; }
   Context context() {
@@ -54,6 +57,7 @@ class Workbench {
   WholeValues values_;
   std::optional<Regions> regions_;
   std::optional<Stream> stream_;
+  std::optional<SharedMemory> shared_memory_;  // after the regions: it ends before they do
 };
 
 // Applies hardware.threads.

@@ -130,9 +130,11 @@ void HostCopy::store() const {
 
 namespace detail {
 
+// In whole pages: what another process maps has neighbours' memory on none of them.
 void* allocate_on_gpu(int64_t bytes) {
+  constexpr int64_t kPage = int64_t{2} << 20;
   void* block = nullptr;
-  const cudaError_t error = cudaMalloc(&block, static_cast<size_t>(bytes));
+  const cudaError_t error = cudaMalloc(&block, static_cast<size_t>((bytes + kPage - 1) / kPage * kPage));
   if (error == cudaErrorMemoryAllocation) {
     static_cast<void>(cudaGetLastError());
     return nullptr;

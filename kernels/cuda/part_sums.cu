@@ -38,7 +38,7 @@ __global__ void sum_parts_kernel(T* out, const T* own, int own_rank, const std::
   for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kPack; i < n; i += step) {
     Sum sum[kPack] = {};
     for (int r = 0; r < count; ++r) {
-      const T* from = r == own_rank ? own : reinterpret_cast<const T*>(rows + r * row_bytes);
+      const T* from = r == own_rank ? own : reinterpret_cast<const T*>(rows + (r < own_rank ? r : r - 1) * row_bytes);
       Sum x[kPack];
       load_sum(from + i, x);
 #pragma unroll

@@ -1,7 +1,10 @@
 #include "parallel/nccl_communicator.h"
 
 #include <nccl.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <utility>
@@ -86,15 +89,21 @@ class NcclGroup {
 
 class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
  public:
-  NcclCommunicator(std::string axis, MPI_Comm comm, Watchdog& watchdog)
+  NcclCommunicator(std::string axis, MPI_Comm comm, Watchdog& watchdog, const GpuLinks& links)
       : MpiCommunicator(std::move(axis), comm, watchdog) {
     const Watchdog::Guard guard(watchdog, "the start of NCCL", this->axis());
+    if (links.share_gpus) pass_for_own_host();
+    agree_on_memory_of_peers();
     ncclUniqueId id = {};
     if (rank() == 0) NCCL_CHECK(nullptr, ncclGetUniqueId(&id));
     const std::string bytes = broadcast_text(*this, std::string(id.internal, sizeof(id.internal)));
     std::memcpy(id.internal, bytes.data(), sizeof(id.internal));
     NCCL_CHECK(nullptr, ncclCommInitRank(&nccl_, static_cast<int>(size()), id, static_cast<int>(rank())));
-    copies_ = PeerCopies::make(comm);
+    if (may_map_) {
+      auto [copies, obstacle] = PeerCopies::make(comm, this->axis(), links.least_copied_bytes);
+      copies_ = std::move(copies);
+      obstacle_ = obstacle;
+    }
     watchdog.add(*this);
   }
 
@@ -103,11 +112,28 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
     watchdog().remove(*this);
     const Watchdog::Guard guard(watchdog(), "the end of NCCL", axis());
     if (std::uncaught_exceptions() == 0 && queue_.drain()) {
+      if (copies_) copies_->unmap_all();
       ncclCommDestroy(nccl_);
     } else {
       ncclCommAbort(nccl_);
       static_cast<void>(copies_.release());  // memory is not given back while somebody may still write to it
     }
+  }
+
+  void take_workspace() override {
+    if (!copies_) return;
+    const Watchdog::Guard guard(watchdog(), "the start of copies", axis());
+    copies_->reserve(workspace_bytes());
+  }
+  void leave_others_memory() noexcept override {
+    if (!copies_) return;
+    const Watchdog::Guard guard(watchdog(), "the end of copies", axis());
+    if (queue_.drain()) copies_->unmap_tensors();
+  }
+  std::string notice() const override {
+    if (copies_ || obstacle_ == PeerCopies::Obstacle::kSeveralHosts) return {};
+    return detail::concatenate("axis ", axis(), " sends all by NCCL, nothing as copies: ",
+                               may_map_ ? PeerCopies::text_of(obstacle_) : "NCCL_P2P_DISABLE is set");
   }
 
  protected:
@@ -123,12 +149,8 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
 
   std::unique_ptr<Pending> launch_all_gather(Stream& stream, std::span<const Parts> tensors) override {
     if (tensors.front().whole.device() == Device::kCpu) return MpiCommunicator::launch_all_gather(stream, tensors);
-    if (copies_ && PeerCopies::suit_all_gather(tensors))
-      return start("all_gather", stream, [&](cudaStream_t queue) {
-        copies_->all_gather(queue, tensors);
-        return ncclSuccess;
-      });
     return start("all_gather", stream, [&](cudaStream_t queue) {
+      if (copies_ && copies_->all_gather(queue, tensors)) return ncclSuccess;
       return together(tensors, [&](const Parts& tensor) {
         return ncclAllGather(tensor.part.raw(), tensor.whole.raw(), bytes_of(tensor.part), ncclUint8, nccl_, queue);
       });
@@ -137,12 +159,8 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
 
   std::unique_ptr<Pending> launch_reduce_scatter(Stream& stream, std::span<const Parts> tensors) override {
     if (tensors.front().whole.device() == Device::kCpu) return MpiCommunicator::launch_reduce_scatter(stream, tensors);
-    if (copies_ && PeerCopies::suit_reduce_scatter(tensors))
-      return start("reduce_scatter", stream, [&](cudaStream_t queue) {
-        copies_->reduce_scatter(queue, tensors);
-        return ncclSuccess;
-      });
     return start("reduce_scatter", stream, [&](cudaStream_t queue) {
+      if (copies_ && copies_->reduce_scatter(queue, tensors)) return ncclSuccess;
       return together(tensors, [&](const Parts& tensor) {
         return ncclReduceScatter(tensor.whole.raw(), tensor.part.raw(), count_of(tensor.part),
                                  nccl_type(tensor.part.dtype()), ncclSum, nccl_, queue);
@@ -163,25 +181,46 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
       return MpiCommunicator::launch_send_receive(stream, out, to, in, from);
     if (to >= 0) check_contiguous("send", out);
     if (from >= 0) check_contiguous("receive", in);
-    return start("send_receive", stream, [&](cudaStream_t queue) {
-      NcclGroup group(nccl_);
-      if (to >= 0) NCCL_CHECK(nccl_, ncclSend(out.raw(), bytes_of(out), ncclUint8, static_cast<int>(to), nccl_, queue));
-      if (from >= 0)
-        NCCL_CHECK(nccl_, ncclRecv(in.raw(), bytes_of(in), ncclUint8, static_cast<int>(from), nccl_, queue));
-      return group.end();
-    });
+    return start("send_receive", stream, [&](cudaStream_t queue) { return send_receive(queue, out, to, in, from); });
   }
 
   std::unique_ptr<Pending> launch_shift(Stream& stream, const Tensor& out, const Tensor& in, int64_t by) override {
-    if (out.device() == Device::kCpu || !copies_ || !PeerCopies::suit_shift(out))
-      return MpiCommunicator::launch_shift(stream, out, in, by);
+    if (out.device() == Device::kCpu) return MpiCommunicator::launch_shift(stream, out, in, by);
     return start("shift", stream, [&](cudaStream_t queue) {
-      copies_->shift(queue, out, in, by);
-      return ncclSuccess;
+      if (copies_ && copies_->shift(queue, out, in, by)) return ncclSuccess;
+      return send_receive(queue, out, (rank() + by) % size(), in, (rank() + size() - by) % size());
     });
   }
 
+  int64_t workspace_of_reduce_scatter(std::span<const Parts> tensors) const override {
+    if (!copies_ || tensors.front().whole.device() == Device::kCpu) return 0;
+    return copies_->workspace_bytes(tensors);
+  }
+
  private:
+  // NCCL refuses two ranks on one GPU of a host, and tells hosts apart by this name where it is set.
+  static void pass_for_own_host() { set_variable("NCCL_HOSTID", detail::concatenate(host_name(), ".", ::getpid())); }
+
+  // Who forbids NCCL to use memory from GPU to GPU has a machine where that does not work. A word to one rank is one to
+  // all: they would wait for each other, and NCCL itself fails where they differ.
+  void agree_on_memory_of_peers() {
+    const char* disabled = std::getenv("NCCL_P2P_DISABLE");
+    const bool here = disabled != nullptr && std::strtol(disabled, nullptr, 10) != 0;
+    may_map_ = max_over(*this, here ? 1 : 0) == 0;
+    if (!may_map_) set_variable("NCCL_P2P_DISABLE", "1");
+  }
+  static void set_variable(const char* name, const std::string& value) {
+    CHECK(::setenv(name, value.c_str(), 1) == 0, "setenv: ", std::strerror(errno));
+  }
+
+  // A rank of -1: nothing that way.
+  ncclResult_t send_receive(cudaStream_t queue, const Tensor& out, int64_t to, const Tensor& in, int64_t from) {
+    NcclGroup group(nccl_);
+    if (to >= 0) NCCL_CHECK(nccl_, ncclSend(out.raw(), bytes_of(out), ncclUint8, static_cast<int>(to), nccl_, queue));
+    if (from >= 0) NCCL_CHECK(nccl_, ncclRecv(in.raw(), bytes_of(in), ncclUint8, static_cast<int>(from), nccl_, queue));
+    return group.end();
+  }
+
   // One launch for all.
   template <class Operand, class Launch>
   ncclResult_t together(std::span<const Operand> tensors, Launch&& launch) {
@@ -211,13 +250,16 @@ class NcclCommunicator : public MpiCommunicator, private Watchdog::Source {
 
   CollectiveQueue queue_;
   ncclComm_t nccl_ = nullptr;
-  std::unique_ptr<PeerCopies> copies_;  // null between hosts
+  bool may_map_ = true;                 // others' memory
+  std::unique_ptr<PeerCopies> copies_;  // null where there is an obstacle
+  PeerCopies::Obstacle obstacle_ = PeerCopies::Obstacle::kNone;
 };
 
 }  // namespace
 
-std::unique_ptr<Communicator> make_nccl_communicator(std::string axis, MPI_Comm comm, Watchdog& watchdog) {
-  return std::make_unique<NcclCommunicator>(std::move(axis), comm, watchdog);
+std::unique_ptr<Communicator> make_nccl_communicator(std::string axis, MPI_Comm comm, Watchdog& watchdog,
+                                                     const GpuLinks& links) {
+  return std::make_unique<NcclCommunicator>(std::move(axis), comm, watchdog, links);
 }
 
 }  // namespace palimpsest

@@ -1,6 +1,7 @@
 #include "parallel/nccl/peer_copies.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/part_sums.h"
@@ -10,41 +11,27 @@ namespace palimpsest {
 
 namespace {
 
-// Smaller ones are sooner there by kernels.
-constexpr int64_t kLeastBytes = int64_t{512} << 10;
-// Blocks that are mapped elsewhere are pages of this size.
-constexpr size_t kFlagBytes = size_t{2} << 20;
+// Memory that others map is of whole pages of this size: it shares none with memory that is not theirs to see.
+constexpr int64_t kPage = int64_t{2} << 20;
 constexpr int64_t kAlignment = 256;
+constexpr int64_t kTrialBytes = 4096;
 
-int64_t aligned(int64_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+int64_t rounded_up(int64_t bytes, int64_t unit) {
+  return (bytes + unit - 1) / unit * unit;
 }
 
 int64_t bytes_of_parts(std::span<const Parts> tensors) {
   int64_t bytes = 0;
-  for (const Parts& tensor : tensors) bytes += aligned(tensor.part.bytes());
+  for (const Parts& tensor : tensors) bytes += rounded_up(tensor.part.bytes(), kAlignment);
   return bytes;
 }
 
-template <class Function>
-Function driver_function(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result));
-#else
-  CUDA_CHECK(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &result));
-#endif
-  CHECK(result == cudaDriverEntryPointSuccess, "the driver has no ", name);
-  return reinterpret_cast<Function>(function);
-}
-
-void check_driver(CUresult result, const char* call) {
-  CHECK(result == CUDA_SUCCESS, call, ": CUDA driver error ", static_cast<int>(result));
-}
-
-CUdeviceptr address_of(const void* memory) {
-  return reinterpret_cast<CUdeviceptr>(memory);
+// Null when there is not enough.
+void* allocate(int64_t bytes) {
+  void* memory = nullptr;
+  if (cudaMalloc(&memory, static_cast<size_t>(bytes)) == cudaSuccess) return memory;
+  static_cast<void>(cudaGetLastError());
+  return nullptr;
 }
 
 // Copies that do not depend on each other. Many parameters are small, and a call for each would cost more than the
@@ -88,140 +75,153 @@ bool same_host(MPI_Comm comm, int size) {
   return host_size == size;
 }
 
-bool on_all(MPI_Comm comm, bool here) {
-  int all = here ? 1 : 0;
-  check_mpi(MPI_Allreduce(MPI_IN_PLACE, &all, 1, MPI_INT, MPI_MIN, comm), "MPI_Allreduce");
-  return all == 1;
-}
-
 }  // namespace
 
-struct PeerCopies::Driver {
-  decltype(&cuStreamWriteValue32) write_value =
-      driver_function<decltype(&cuStreamWriteValue32)>("cuStreamWriteValue32");
-  decltype(&cuStreamWaitValue32) wait_value = driver_function<decltype(&cuStreamWaitValue32)>("cuStreamWaitValue32");
-  decltype(&cuPointerGetAttribute) attribute =
-      driver_function<decltype(&cuPointerGetAttribute)>("cuPointerGetAttribute");
-};
+const char* PeerCopies::text_of(Obstacle obstacle) {
+  switch (obstacle) {
+    case Obstacle::kNone:
+      return "nothing";
+    case Obstacle::kSeveralHosts:
+      return "its ranks are on several hosts";
+    case Obstacle::kDriver:
+      return "a GPU's driver does not have what they take";
+    case Obstacle::kNotMapped:
+      return "a GPU's memory cannot be mapped by another rank";
+    case Obstacle::kNotArrived:
+      return "what a rank writes to another's memory does not arrive there";
+  }
+  return "";
+}
 
-PeerCopies::PeerCopies(MPI_Comm comm) : comm_(comm), driver_(std::make_unique<Driver>()) {
+PeerCopies::PeerCopies(MPI_Comm comm, const std::string& axis, int64_t least_bytes)
+    : comm_(comm),
+      least_bytes_(least_bytes),
+      mapped_flags_(comm, driver_, axis),
+      mapped_staging_(comm, driver_, axis),
+      tensors_(comm, driver_, axis) {
   check_mpi(MPI_Comm_rank(comm, &rank_), "MPI_Comm_rank");
   check_mpi(MPI_Comm_size(comm, &size_), "MPI_Comm_size");
-  void* memory = nullptr;
-  CUDA_CHECK(cudaMalloc(&memory, kFlagBytes));
-  flags_.reset(memory);
-  CUDA_CHECK(cudaMemset(memory, 0, kFlagBytes));
-  CUDA_CHECK(cudaDeviceSynchronize());
 }
 
-std::unique_ptr<PeerCopies> PeerCopies::make(MPI_Comm comm) {
+PeerCopies::Made PeerCopies::make(MPI_Comm comm, const std::string& axis, int64_t least_bytes) {
   int size = 1;
   check_mpi(MPI_Comm_size(comm, &size), "MPI_Comm_size");
-  if (size == 1 || !same_host(comm, size)) return nullptr;
-  std::unique_ptr<PeerCopies> copies(new PeerCopies(comm));
-  if (!on_all(comm, copies->map_flags())) return nullptr;
-  return copies;
+  if (!same_host(comm, size)) return {nullptr, Obstacle::kSeveralHosts};
+  std::unique_ptr<PeerCopies> copies(new PeerCopies(comm, axis, least_bytes));
+  Obstacle obstacle = on_all(comm, copies->driver_.is_complete()) ? copies->map_flags() : Obstacle::kDriver;
+  if (obstacle == Obstacle::kNone && !on_all(comm, copies->try_flags())) obstacle = Obstacle::kNotArrived;
+  if (obstacle == Obstacle::kNone) return {std::move(copies), obstacle};
+  copies->unmap_all();
+  return {nullptr, obstacle};
 }
 
-// Whether the others' flags can be mapped: GPUs, drivers and containers differ in what they allow.
-bool PeerCopies::map_flags() {
-  cudaIpcMemHandle_t own = {};
-  bool possible = cudaIpcGetMemHandle(&own, flags_.get()) == cudaSuccess;
-  std::vector<cudaIpcMemHandle_t> all(static_cast<size_t>(size_));
-  check_mpi(MPI_Allgather(&own, sizeof(own), MPI_BYTE, all.data(), sizeof(own), MPI_BYTE, comm_), "MPI_Allgather");
-  possible = on_all(comm_, possible);
-  flags_of_.assign(static_cast<size_t>(size_), nullptr);
-  flags_of_[static_cast<size_t>(rank_)] = static_cast<std::byte*>(flags_.get());
+PeerCopies::Obstacle PeerCopies::map_flags() {
+  flags_.reset(allocate(flag_bytes()));
+  if (flags_ != nullptr) {
+    CUDA_CHECK(cudaMemset(flags_.get(), 0, static_cast<size_t>(flag_bytes())));
+    CUDA_CHECK(cudaDeviceSynchronize());
+  }
+  void* own = flags_.get();
+  flags_of_ = mapped_flags_.addresses_of({&own, 1});
+  return flags_of_.empty() ? Obstacle::kNotMapped : Obstacle::kNone;
+}
+
+int64_t PeerCopies::flag_bytes() const {
+  return rounded_up((size_ + 2) * kTrialBytes, kPage);
+}
+
+// The first page of them has the flags; the one of `from` = size_ what this rank writes to others.
+std::byte* PeerCopies::trial_place(std::byte* flags, int from) const {
+  return flags + (1 + from) * kTrialBytes;
+}
+
+bool PeerCopies::try_flags() {
+  using Words = std::vector<uint32_t>;
+  const auto pattern_of = [](int rank) {
+    Words words(kTrialBytes / sizeof(uint32_t));
+    for (size_t i = 0; i < words.size(); ++i)
+      words[i] = 0x9e3779b9U * static_cast<uint32_t>(i + 1) + static_cast<uint32_t>(rank);
+    return words;
+  };
+  bool possible = true;
+  const auto try_call = [&](cudaError_t error) {
+    if (error == cudaSuccess) return;
+    static_cast<void>(cudaGetLastError());
+    possible = false;
+  };
+  auto* own = static_cast<std::byte*>(flags_.get());
+  std::byte* written = trial_place(own, size_);
+  const Words mine = pattern_of(rank_);
+  try_call(cudaMemcpy(written, mine.data(), kTrialBytes, cudaMemcpyHostToDevice));
   for_each_other([&](int other) {
-    void* memory = nullptr;
-    possible = possible && cudaIpcOpenMemHandle(&memory, all[static_cast<size_t>(other)],
-                                                cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
-    flags_of_[static_cast<size_t>(other)] = static_cast<std::byte*>(memory);
+    std::byte* there = trial_place(flags_of_[static_cast<size_t>(other)], rank_);
+    try_call(cudaMemcpyAsync(there, written, kTrialBytes, cudaMemcpyDeviceToDevice, cudaStreamPerThread));
   });
-  if (!possible) static_cast<void>(cudaGetLastError());
+  try_call(cudaStreamSynchronize(cudaStreamPerThread));
+  if (!on_all(comm_, possible)) return false;
+  for_each_other([&](int other) {
+    Words arrived(mine.size());
+    try_call(cudaMemcpy(arrived.data(), trial_place(own, other), kTrialBytes, cudaMemcpyDeviceToHost));
+    possible = possible && arrived == pattern_of(other);
+  });
   return possible;
 }
 
-PeerCopies::~PeerCopies() {
-  for (const auto& [key, memory] : mapped_) cudaIpcCloseMemHandle(memory);
-  for (int other = 0; other < static_cast<int>(flags_of_.size()); ++other)
-    if (other != rank_ && flags_of_[static_cast<size_t>(other)] != nullptr)
-      cudaIpcCloseMemHandle(flags_of_[static_cast<size_t>(other)]);
+PeerCopies::~PeerCopies() = default;
+
+void PeerCopies::unmap_all() noexcept {
+  mapped_flags_.unmap();
+  mapped_staging_.unmap();
+  tensors_.unmap();
 }
 
-bool PeerCopies::suit_all_gather(std::span<const Parts> tensors) {
-  return bytes_of_parts(tensors) >= kLeastBytes;
-}
-
-bool PeerCopies::suit_reduce_scatter(std::span<const Parts> tensors) {
-  return bytes_of_parts(tensors) >= kLeastBytes && std::all_of(tensors.begin(), tensors.end(), [](const Parts& tensor) {
+bool PeerCopies::suit_sums(std::span<const Parts> tensors) const {
+  return can_sum_ && bytes_of_parts(tensors) >= least_bytes_ &&
+         std::all_of(tensors.begin(), tensors.end(), [](const Parts& tensor) {
            const DType dtype = tensor.part.dtype();
            return dtype == DType::kF32 || dtype == DType::kF64 || dtype == DType::kBF16;
          });
 }
 
-bool PeerCopies::suit_shift(const Tensor& out) {
-  return out.bytes() >= kLeastBytes;
+int64_t PeerCopies::workspace_bytes(std::span<const Parts> tensors) const {
+  return suit_sums(tensors) ? rounded_up((size_ - 1) * bytes_of_parts(tensors), kPage) : 0;
 }
 
-PeerCopies::Place PeerCopies::place_of(void* address) {
-  Place place = {};
-  CUdeviceptr begin = 0;
-  check_driver(driver_->attribute(&begin, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address_of(address)),
-               "cuPointerGetAttribute");
-  check_driver(driver_->attribute(&place.block, CU_POINTER_ATTRIBUTE_BUFFER_ID, address_of(address)),
-               "cuPointerGetAttribute");
-  place.offset = static_cast<int64_t>(address_of(address) - begin);
-  const auto [entry, is_new] = handles_.try_emplace(place.block);
-  if (is_new) CUDA_CHECK(cudaIpcGetMemHandle(&entry->second, static_cast<std::byte*>(address) - place.offset));
-  place.handle = entry->second;
-  return place;
-}
-
-std::byte* PeerCopies::mapped(int rank, const Place& place) {
-  const auto [entry, is_new] = mapped_.try_emplace({rank, place.block}, nullptr);
-  if (is_new) {
-    void* memory = nullptr;
-    CUDA_CHECK(cudaIpcOpenMemHandle(&memory, place.handle, cudaIpcMemLazyEnablePeerAccess));
-    entry->second = static_cast<std::byte*>(memory);
+void PeerCopies::reserve(int64_t workspace_bytes) {
+  check_mpi(MPI_Allreduce(MPI_IN_PLACE, &workspace_bytes, 1, MPI_INT64_T, MPI_MAX, comm_), "MPI_Allreduce");
+  if (workspace_bytes <= staging_bytes_ || !can_sum_) return;
+  mapped_staging_.unmap();
+  staging_.reset();
+  staging_.reset(allocate(workspace_bytes));
+  void* own = staging_.get();
+  staging_of_ = mapped_staging_.addresses_of({&own, 1});
+  can_sum_ = !staging_of_.empty();
+  if (!can_sum_) {
+    mapped_staging_.unmap();
+    staging_.reset();
+    workspace_bytes = 0;
   }
-  return entry->second + place.offset;
-}
-
-std::vector<std::byte*> PeerCopies::addresses_of(std::span<void* const> own) {
-  const size_t count = own.size();
-  std::vector<Place> mine(count), all(count * static_cast<size_t>(size_));
-  std::transform(own.begin(), own.end(), mine.begin(), [&](void* address) { return place_of(address); });
-  const int bytes = static_cast<int>(count * sizeof(Place));
-  check_mpi(MPI_Allgather(mine.data(), bytes, MPI_BYTE, all.data(), bytes, MPI_BYTE, comm_), "MPI_Allgather");
-  std::vector<std::byte*> addresses(all.size());
-  for (int rank = 0; rank < size_; ++rank)
-    for (size_t i = 0; i < count; ++i) {
-      const size_t at = static_cast<size_t>(rank) * count + i;
-      addresses[at] = rank == rank_ ? static_cast<std::byte*>(own[i]) : mapped(rank, all[at]);
-    }
-  return addresses;
+  staging_bytes_ = workspace_bytes;
+  row_bytes_ = workspace_bytes / (size_ - 1) / kAlignment * kAlignment;
 }
 
 void PeerCopies::meet(cudaStream_t queue, Meeting which) {
-  uint32_t* word = reinterpret_cast<uint32_t*>(flags_.get()) + 2 * size_;
-  check_driver(driver_->write_value(queue, address_of(word), collective_, CU_STREAM_WRITE_VALUE_DEFAULT),
-               "cuStreamWriteValue32");
+  auto* own = static_cast<std::byte*>(flags_.get());
+  uint32_t* word = own_word(own);
+  driver_.write_value(queue, word, collective_);
   for_each_other([&](int other) {
     CUDA_CHECK(cudaMemcpyAsync(flag(flags_of_[static_cast<size_t>(other)], which, rank_), word, sizeof(*word),
                                cudaMemcpyDeviceToDevice, queue));
   });
-  for_each_other([&](int other) {
-    const uint32_t* theirs = flag(static_cast<std::byte*>(flags_.get()), which, other);
-    check_driver(driver_->wait_value(queue, address_of(theirs), collective_, CU_STREAM_WAIT_VALUE_GEQ),
-                 "cuStreamWaitValue32");
-  });
+  for_each_other([&](int other) { driver_.wait_value(queue, flag(own, which, other), collective_); });
 }
 
-void PeerCopies::all_gather(cudaStream_t queue, std::span<const Parts> tensors) {
+bool PeerCopies::all_gather(cudaStream_t queue, std::span<const Parts> tensors) {
+  if (bytes_of_parts(tensors) < least_bytes_) return false;
   std::vector<void*> wholes;
   for (const Parts& tensor : tensors) wholes.push_back(tensor.whole.raw());
-  const std::vector<std::byte*> addresses = addresses_of(wholes);
+  const std::vector<std::byte*> addresses = tensors_.addresses_of(wholes);
+  if (addresses.empty()) return false;
   ++collective_;
   CopyList copies;
   const auto add_copies = [&](int to) {
@@ -236,32 +236,35 @@ void PeerCopies::all_gather(cudaStream_t queue, std::span<const Parts> tensors) 
   meet(queue, Meeting::kBefore);
   copies.start(queue);
   meet(queue, Meeting::kAfter);
+  return true;
 }
 
-void PeerCopies::shift(cudaStream_t queue, const Tensor& out, const Tensor& in, int64_t by) {
+bool PeerCopies::shift(cudaStream_t queue, const Tensor& out, const Tensor& in, int64_t by) {
+  if (out.bytes() < least_bytes_) return false;
   void* own = in.raw();
-  const std::vector<std::byte*> addresses = addresses_of({&own, 1});
+  const std::vector<std::byte*> addresses = tensors_.addresses_of({&own, 1});
+  if (addresses.empty()) return false;
   ++collective_;
   CopyList copies;
   copies.add(addresses[static_cast<size_t>((rank_ + by) % size_)], out.raw(), out.bytes());
   meet(queue, Meeting::kBefore);
   copies.start(queue);
   meet(queue, Meeting::kAfter);
+  return true;
 }
 
-void PeerCopies::reduce_scatter(cudaStream_t queue, std::span<const Parts> tensors) {
-  reserve_staging(queue, bytes_of_parts(tensors));
+bool PeerCopies::reduce_scatter(cudaStream_t queue, std::span<const Parts> tensors) {
+  if (!suit_sums(tensors)) return false;
+  const int64_t bytes = bytes_of_parts(tensors);
+  CHECK(bytes <= row_bytes_, "a reduce_scatter of ", bytes, " bytes a part, more than any that was rehearsed: there ",
+        "is memory for ", row_bytes_);
   ++collective_;
-  // Every rank has a row for each of the others.
-  const auto row_of = [&](int rank, int from) {
-    return staging_of_[static_cast<size_t>(rank)] + from * staging_bytes_;
-  };
   CopyList copies;
   for_each_other([&](int to) {
     std::byte* there = row_of(to, rank_);
     for (const auto& [whole, part] : tensors) {
       copies.add(there, static_cast<const std::byte*>(whole.raw()) + to * part.bytes(), part.bytes());
-      there += aligned(part.bytes());
+      there += rounded_up(part.bytes(), kAlignment);
     }
   });
   meet(queue, Meeting::kBefore);
@@ -270,29 +273,10 @@ void PeerCopies::reduce_scatter(cudaStream_t queue, std::span<const Parts> tenso
   int64_t offset = 0;
   for (const auto& [whole, part] : tensors) {
     cuda::sum_parts(queue, part, static_cast<const std::byte*>(whole.raw()) + rank_ * part.bytes(), rank_,
-                    row_of(rank_, 0) + offset, staging_bytes_, size_);
-    offset += aligned(part.bytes());
+                    static_cast<const std::byte*>(staging_.get()) + offset, row_bytes_, size_);
+    offset += rounded_up(part.bytes(), kAlignment);
   }
-}
-
-// Grows in the same calls on all ranks. Nobody uses the old memory any more when all of them are here.
-void PeerCopies::reserve_staging(cudaStream_t queue, int64_t bytes) {
-  if (bytes <= staging_bytes_) return;
-  CUDA_CHECK(cudaStreamSynchronize(queue));
-  check_mpi(MPI_Barrier(comm_), "MPI_Barrier");
-  for (auto entry = mapped_.begin(); entry != mapped_.end();) {
-    const auto [rank, block] = entry->first;
-    const bool is_staging = staging_ != nullptr && entry->second == staging_of_[static_cast<size_t>(rank)];
-    if (is_staging) CUDA_CHECK(cudaIpcCloseMemHandle(entry->second));
-    entry = is_staging ? mapped_.erase(entry) : std::next(entry);
-  }
-  check_mpi(MPI_Barrier(comm_), "MPI_Barrier");
-  staging_.reset();
-  void* memory = nullptr;
-  CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(bytes * size_)));
-  staging_.reset(memory);
-  staging_bytes_ = bytes;
-  staging_of_ = addresses_of({&memory, 1});
+  return true;
 }
 
 }  // namespace palimpsest

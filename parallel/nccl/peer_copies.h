@@ -5,62 +5,65 @@
 // others have said so, writes, says that it has written, and waits until the others have.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_runtime.h>
 #include <mpi.h>
 
+#include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <span>
-#include <utility>
+#include <string>
 #include <vector>
 
 #include "parallel/communicator.h"
+#include "parallel/nccl/cuda_driver.h"
+#include "parallel/nccl/peer_memory.h"
 
 namespace palimpsest {
 
 class PeerCopies {
  public:
-  // Over the current GPU of each rank of `comm`, where all of them are on one host and can map each other's memory;
-  // null elsewhere. Every rank of `comm` calls it, as all of this.
-  static std::unique_ptr<PeerCopies> make(MPI_Comm comm);
+  // Why there are none, where there are none; on all ranks the same.
+  enum class Obstacle : uint8_t { kNone, kSeveralHosts, kDriver, kNotMapped, kNotArrived };
+  static const char* text_of(Obstacle obstacle);
+
+  struct Made;
+  // Over the current GPU of each rank of `comm`, where all of them are on one host and can map each other's memory,
+  // which is tried. Every rank of `comm` calls it, as all of this. `comm` and `axis`, which is for messages, must
+  // outlive it. For collectives of this many bytes or more.
+  static Made make(MPI_Comm comm, const std::string& axis, int64_t least_bytes);
   ~PeerCopies();  // nothing may be under way
   PeerCopies(const PeerCopies&) = delete;
   PeerCopies& operator=(const PeerCopies&) = delete;
 
-  // Whether these are large enough to be worth it, and of a kind that reduce_scatter can sum.
-  static bool suit_all_gather(std::span<const Parts> tensors);
-  static bool suit_reduce_scatter(std::span<const Parts> tensors);
-  static bool suit_shift(const Tensor& out);
+  // Memory that a reduce_scatter of these takes on each rank: 0 of what does not go as copies.
+  int64_t workspace_bytes(std::span<const Parts> tensors) const;
+  // Takes it for the largest, before anything is under way. Where a rank cannot, none are summed here.
+  void reserve(int64_t workspace_bytes);
+  // Maps nothing of the others' tensors any more, when nothing is under way. All ranks have done so when it returns.
+  void unmap_tensors() noexcept { tensors_.unmap(); }
+  // The same of all memory, before this ends.
+  void unmap_all() noexcept;
 
-  void all_gather(cudaStream_t queue, std::span<const Parts> tensors);
+  // Each is false, on all ranks, where these tensors cannot go this way: too small, not mapped, of a kind that is not
+  // summed.
+  bool all_gather(cudaStream_t queue, std::span<const Parts> tensors);
   // Sums in the order of the ranks, in f32 (f64 of f64), rounded once.
-  void reduce_scatter(cudaStream_t queue, std::span<const Parts> tensors);
-  void shift(cudaStream_t queue, const Tensor& out, const Tensor& in, int64_t by);
+  bool reduce_scatter(cudaStream_t queue, std::span<const Parts> tensors);
+  bool shift(cudaStream_t queue, const Tensor& out, const Tensor& in, int64_t by);
 
  private:
-  // Where memory lies: a block of this process, as others can map it, and a place in it.
-  struct Place {
-    unsigned long long block;  // no other block of the process ever has this number
-    int64_t offset;
-    cudaIpcMemHandle_t handle;
-  };
-  struct Driver;  // functions that the runtime does not have
   struct MemoryDeleter {
     void operator()(void* memory) const noexcept { cudaFree(memory); }
   };
   using Memory = std::unique_ptr<void, MemoryDeleter>;
 
-  explicit PeerCopies(MPI_Comm comm);
+  PeerCopies(MPI_Comm comm, const std::string& axis, int64_t least_bytes);
 
-  bool map_flags();
-  Place place_of(void* address);
-  // The addresses, here, of each rank's memory that corresponds to `own`: [rank * own.size() + i]. Waits for the other
-  // hosts' calls.
-  std::vector<std::byte*> addresses_of(std::span<void* const> own);
-  std::byte* mapped(int rank, const Place& place);
-  void reserve_staging(cudaStream_t queue, int64_t bytes);
+  Obstacle map_flags();
+  // Whether what each rank writes to each other's memory arrives there.
+  bool try_flags();
+  bool suit_sums(std::span<const Parts> tensors) const;
 
   // Calls body(rank) for the others, beginning behind this one.
   template <class Body>
@@ -73,18 +76,32 @@ class PeerCopies {
   uint32_t* flag(std::byte* flags, Meeting which, int of) const {
     return reinterpret_cast<uint32_t*>(flags) + (which == Meeting::kBefore ? 0 : size_) + of;
   }
+  // In `flags`, behind the flags: a word of the rank's own, and places for what the others try to write.
+  uint32_t* own_word(std::byte* flags) const { return reinterpret_cast<uint32_t*>(flags) + int64_t{2} * size_; }
+  std::byte* trial_place(std::byte* flags, int from) const;
+  int64_t flag_bytes() const;
+  // A rank's staging memory has a row for each of the others.
+  std::byte* row_of(int rank, int from) const {
+    return staging_of_[static_cast<size_t>(rank)] + (from < rank ? from : from - 1) * row_bytes_;
+  }
 
   MPI_Comm comm_;
+  int64_t least_bytes_;
   int rank_ = 0, size_ = 1;
-  std::unique_ptr<const Driver> driver_;
-  std::map<unsigned long long, cudaIpcMemHandle_t> handles_;         // of own blocks
-  std::map<std::pair<int, unsigned long long>, std::byte*> mapped_;  // others' blocks
-  Memory flags_;                                                     // written by the others, and a word more
-  std::vector<std::byte*> flags_of_;                                 // by rank
-  Memory staging_;                                                   // [size, staging_bytes_]
-  int64_t staging_bytes_ = 0;
+  CudaDriver driver_;
+  PeerMemory mapped_flags_, mapped_staging_, tensors_;
+  Memory flags_;                      // written by the others, but for the own word
+  std::vector<std::byte*> flags_of_;  // by rank
+  Memory staging_;                    // [size - 1, row_bytes_]
+  int64_t staging_bytes_ = 0, row_bytes_ = 0;
+  bool can_sum_ = true;
   std::vector<std::byte*> staging_of_;  // by rank
   uint32_t collective_ = 0;
+};
+
+struct PeerCopies::Made {
+  std::unique_ptr<PeerCopies> copies;  // null where there is an obstacle
+  Obstacle obstacle;
 };
 
 }  // namespace palimpsest

@@ -5,7 +5,7 @@
 
 namespace palimpsest {
 
-std::unique_ptr<Communicator> make_nccl_communicator(std::string, MPI_Comm, Watchdog&) {
+std::unique_ptr<Communicator> make_nccl_communicator(std::string, MPI_Comm, Watchdog&, const GpuLinks&) {
   throw_user_error("several ranks on GPUs talk through NCCL, and this build was made without it; try device=cpu");
 }
 

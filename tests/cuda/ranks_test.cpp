@@ -1,6 +1,8 @@
-// The program on many GPUs of this machine, a rank each: against one GPU, against the CPU, and when a rank fails.
+// The program on many GPUs of this machine, a rank each: against one GPU, against the CPU, and when a rank fails. Ranks
+// share GPUs where there are too few.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -34,6 +36,12 @@ support::Environment with_gpus() {
   return {{"CUDA_VISIBLE_DEVICES", given != nullptr ? given : visible}};
 }
 
+support::Environment with_gpus_for(int ranks) {
+  support::Environment environment = with_gpus();
+  if (ranks > num_gpus()) environment.emplace_back("PALIMPSEST_SHARE_GPUS", "1");
+  return environment;
+}
+
 class ManyGpus : public support::RunOnRanks {
  protected:
   ManyGpus() {
@@ -44,16 +52,20 @@ class ManyGpus : public support::RunOnRanks {
     write_config();
   }
   void SetUp() override {
-    if (num_gpus() < 2) GTEST_SKIP() << "there are fewer than 2 GPUs";
+    if (num_gpus() == 0) GTEST_SKIP() << "there is no GPU that this build can use";
   }
 
   // Losses of a run in a folder of its own; `steps` of them at most.
-  std::vector<double> losses_of(const std::string& name, int ranks, std::vector<std::string> words) {
+  std::vector<double> losses_of(const std::string& name, int ranks, std::vector<std::string> words,
+                                const support::Environment& more = {}) {
     Config config = config_;
     config.run.dir = root_ / name;
     words.insert(words.begin(), {"train", file_, "run.dir=" + config.run.dir});
-    const ProgramResult result = run_command_line(on_ranks(ranks, words), with_gpus());
+    support::Environment environment = with_gpus_for(ranks);
+    environment.insert(environment.end(), more.begin(), more.end());
+    const ProgramResult result = run_command_line(on_ranks(ranks, words), environment);
     EXPECT_EQ(result.exit_code, 0) << name << ": " << result.err;
+    log_ = result.out;
     std::vector<double> losses;
     for (const auto& line : support::metrics_of(config)) losses.push_back(line["loss"]);
     return losses;
@@ -66,23 +78,71 @@ class ManyGpus : public support::RunOnRanks {
     EXPECT_LE(worst, limit) << name;
     std::printf("%s: worst %.1e\n", name.c_str(), worst);
   }
+
+  std::string log_;  // of the last run
 };
 
-TEST_F(ManyGpus, EveryLayoutTrainsAsOneGpuDoes) {
-  const std::vector<double> one = losses_of("one", 1, {});
-  ASSERT_EQ(one.size(), 20u);
-  EXPECT_LT(one.back(), one.front());
-  const std::vector<std::vector<std::string>> layouts = {{},
-                                                         {"parallel.zero=2"},
-                                                         {"parallel.zero=3"},
-                                                         {"parallel.tensor=2"},
-                                                         {"parallel.sequence=2"},
-                                                         {"parallel.sequence=2", "parallel.sequence_layout=zigzag"}};
-  for (const auto& words : layouts) {
-    std::string name = "data";
-    for (const std::string& word : words) name += "_" + word;
-    expect_close(losses_of(name, 2, words), one, 1e-5, name);
+using Layouts = std::vector<std::vector<std::string>>;
+const Layouts kTwoRanks = {{},
+                           {"parallel.zero=2"},
+                           {"parallel.zero=3"},
+                           {"parallel.tensor=2"},
+                           {"parallel.sequence=2"},
+                           {"parallel.sequence=2", "parallel.sequence_layout=zigzag"}};
+const Layouts kFourRanks = {{"parallel.tensor=2", "parallel.zero=3"},
+                            {"parallel.tensor=4"},
+                            {"parallel.sequence=4"},
+                            {"parallel.sequence=2", "parallel.tensor=2"}};
+// In models of this size nothing is large enough to go as copies by itself.
+const support::Environment kNoCopies = {}, kCopies = {{"PALIMPSEST_LEAST_COPIED_BYTES", "0"}};
+
+class GpuLayouts : public ManyGpus {
+ protected:
+  GpuLayouts() {
+    config_.train.steps = 10;
+    write_config();
   }
+  void expect_as_one(int ranks, const Layouts& layouts, const support::Environment& environment) {
+    const std::vector<double> one = losses_of("one", 1, {});
+    ASSERT_EQ(one.size(), 10u);
+    EXPECT_LT(one.back(), one.front());
+    for (const auto& words : layouts) {
+      std::string name = "data";
+      for (const std::string& word : words) name += "_" + word;
+      expect_close(losses_of(name, ranks, words, environment), one, 1e-5, name);
+      if (environment.empty() || words == Layouts::value_type{"parallel.tensor=2"}) continue;
+      EXPECT_NE(log_.find("copies between GPUs"), std::string::npos) << log_;
+    }
+  }
+};
+
+TEST_F(GpuLayouts, OfTwoRanksTrainAsOneGpuDoes) {
+  expect_as_one(2, kTwoRanks, kNoCopies);
+}
+TEST_F(GpuLayouts, OfTwoRanksTrainAsOneGpuDoesOverCopies) {
+  expect_as_one(2, kTwoRanks, kCopies);
+}
+TEST_F(GpuLayouts, OfFourRanksTrainAsOneGpuDoes) {
+  expect_as_one(4, kFourRanks, kNoCopies);
+}
+TEST_F(GpuLayouts, OfFourRanksTrainAsOneGpuDoesOverCopies) {
+  expect_as_one(4, kFourRanks, kCopies);
+}
+
+// One rank's word counts for all: another would wait for it.
+TEST_F(GpuLayouts, GoWithoutCopiesWhereARankMustNotMapMemory) {
+  std::vector<std::string> words = mixed_ranks({"train", file_, "train.steps=2"}, {"train", file_, "train.steps=2"});
+  const auto second = std::find(words.begin(), words.end(), ":");
+  ASSERT_NE(second, words.end());
+  words.insert(second + 1, {"-x", "NCCL_P2P_DISABLE=1"});
+  support::Environment environment = with_gpus_for(2);
+  environment.insert(environment.end(), kCopies.begin(), kCopies.end());
+  const ProgramResult result = run_command_line(words, environment);
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_NE(result.out.find("axis replica sends all by NCCL, nothing as copies: NCCL_P2P_DISABLE is set"),
+            std::string::npos)
+      << result.out;
+  EXPECT_EQ(result.out.find("copies between GPUs"), std::string::npos) << result.out;
 }
 
 // Rows of one document, of which every rank has parts that are long enough for cuDNN's attention. Weights are large,
@@ -155,7 +215,7 @@ TEST_F(ManyGpus, EvaluateAlikeInEveryLayout) {
   const auto summary_of = [&](int ranks, const std::string& word) {
     const std::string json = root_ / "eval.json";
     const ProgramResult result = run_command_line(
-        on_ranks(ranks, {"eval", file_, "run.dir=" + (root_ / "run"), "--json", json, word}), with_gpus());
+        on_ranks(ranks, {"eval", file_, "run.dir=" + (root_ / "run"), "--json", json, word}), with_gpus_for(ranks));
     EXPECT_EQ(result.exit_code, 0) << result.err;
     return nlohmann::json::parse(read_file(json));
   };
@@ -179,7 +239,7 @@ class FailingGpuRank : public ManyGpus {
   // What the job says when `harm` is done to it while it trains.
   template <class Harm>
   ProgramResult after(std::vector<std::string> command_line, Harm&& harm) {
-    RunningProgram program = RunningProgram::of_command_line(std::move(command_line), with_gpus());
+    RunningProgram program = RunningProgram::of_command_line(std::move(command_line), with_gpus_for(2));
     support::wait_for_steps(config_, 3);
     const std::vector<int> processes = descendants(program.pid());
     harm(program.pid());
@@ -211,6 +271,18 @@ TEST_F(FailingGpuRank, ARankThatThrowsEndsTheJobWithItsCause) {
   const ProgramResult result = after(ranks_that_open_files(), [&](int) { remove_tree(shards_of_rank_1()); });
   EXPECT_EQ(result.exit_code, 2) << result.err;  // as without GPUs: a file that cannot be read
   EXPECT_NE(result.err.find("error: rank 1 on "), std::string::npos) << result.err;
+}
+
+// Nothing is put away first: the memory that is freed would be waited for by a collective that never ends.
+TEST_F(FailingGpuRank, ARankThatCannotWriteItsTextEndsTheJobWithTheCause) {
+  config_.train.steps = 1;
+  write_config_of_bytes();
+  ASSERT_EQ(losses_of("bytes", 1, {}).size(), 1u);
+  const auto begin = std::chrono::steady_clock::now();
+  const ProgramResult result = run_command_line(ranks_without_output(), with_gpus_for(2));
+  EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(), kSecondsToEnd);
+  EXPECT_EQ(result.exit_code, 2) << result.err;
+  EXPECT_NE(result.err.find("error: rank 0 on "), std::string::npos) << result.err;
 }
 
 class CrowdedGpus : public support::RunOnRanks {};

@@ -53,15 +53,20 @@ struct Layout {
   DType dtype;
   int64_t micro_batches = 2;  // on each data rank
   Device device = Device::kCpu;
+  int64_t least_copied_bytes = GpuLinks().least_copied_bytes;  // of all tensors of these models, or of none
 };
 
 class Grid : public testing::TestWithParam<Layout> {};
 
 TEST_P(Grid, EveryUpdateEqualsOneRanks) {
-  const auto [shape, zero, dtype, count, device] = GetParam();
+  const auto [shape, zero, dtype, count, device, least_copied_bytes] = GetParam();
   if (mpi_test::world().world_size() < shape.ranks()) GTEST_SKIP() << "needs " << shape.ranks() << " ranks";
-  if (device == Device::kCuda && !mpi_test::take_own_gpu()) GTEST_SKIP() << "there are fewer GPUs than ranks";
-  const auto mesh = mpi_test::world().make_mesh(shape, mpi_test::world_watchdog(), device);
+  if (device == Device::kCuda) {
+    if (!mpi_test::take_gpu()) GTEST_SKIP() << "there is no GPU";
+    if (mpi_test::world().world_size() > shape.ranks()) GTEST_SKIP() << "is for " << shape.ranks() << " ranks";
+  }
+  const auto mesh =
+      mpi_test::world().make_mesh(shape, mpi_test::world_watchdog(), device, mpi_test::gpu_links(least_copied_bytes));
   if (!mesh) return;  // this rank is not in the mesh
 
   ModelConfig config = mpi_test::grouped_hybrid();
@@ -75,6 +80,10 @@ TEST_P(Grid, EveryUpdateEqualsOneRanks) {
   MeshRun split(config, *mesh, dtype, options, SharedBatch::kMaxTokens, zero, device);
   const Outcome expected = one_step(one, SharedBatch(config.vocab_size, 1, Mesh::single(), 3));
   const Outcome got = one_step(split, SharedBatch(config.vocab_size, 1, *mesh, count));
+
+  Context context = split.context();  // where whole values come when they are needed
+  for (size_t group = 0; group < split.registry().groups().size(); ++group)
+    context.hooks->need_values(context, static_cast<int64_t>(group));
 
   const double limit = dtype == DType::kF64 ? 1e-10 : 1e-5;
   EXPECT_NEAR(got.result.loss, expected.result.loss, limit * expected.result.loss);
@@ -129,22 +138,34 @@ std::vector<Layout> layouts() {
 
 std::vector<Layout> gpu_layouts() {
   std::vector<Layout> all;
+  const auto add = [&](const MeshShape& shape, int64_t zero, int64_t least_copied_bytes) {
+    all.push_back({shape, zero, DType::kF32, 2, Device::kCuda, least_copied_bytes});
+  };
+  const int64_t usual = GpuLinks().least_copied_bytes;
   for (const MeshShape& shape :
        {MeshShape{2, 1, 1}, MeshShape{1, 1, 2}, MeshShape{1, 2, 1}, MeshShape{1, 2, 1, kZigzag}}) {
     for (const int64_t zero : {1, 2, 3}) {
       if (zero > 1 && shape.data * shape.sequence == 1) continue;
-      all.push_back({shape, zero, DType::kF32, 2, Device::kCuda});
+      add(shape, zero, usual);
+      add(shape, zero, 0);
     }
+  }
+  for (const MeshShape& shape :
+       {MeshShape{4, 1, 1}, MeshShape{1, 1, 4}, MeshShape{1, 4, 1}, MeshShape{1, 4, 1, kZigzag}, MeshShape{2, 1, 2},
+        MeshShape{2, 2, 1}, MeshShape{1, 2, 2, kZigzag}}) {
+    add(shape, 1, usual);
+    for (const int64_t zero : {1, 3})
+      if (zero == 1 || shape.data * shape.sequence > 1) add(shape, zero, 0);
   }
   return all;
 }
 
 std::string name_of_case(const testing::TestParamInfo<Layout>& info) {
-  const auto& [shape, zero, dtype, count, device] = info.param;
+  const auto& [shape, zero, dtype, count, device, least_copied_bytes] = info.param;
   return "data" + std::to_string(shape.data) + "_sequence" + std::to_string(shape.sequence) +
          (shape.layout == kZigzag ? "zigzag" : "") + "_tensor" + std::to_string(shape.tensor) + "_zero" +
          std::to_string(zero) + "_" + name_of(dtype) + "_micro" + std::to_string(count) +
-         (device == Device::kCuda ? "_cuda" : "");
+         (device == Device::kCuda ? "_cuda" : "") + (least_copied_bytes == 0 ? "_copies" : "");
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, Grid, testing::ValuesIn(layouts()), name_of_case);

@@ -38,10 +38,13 @@ MpiSession& world() {
 Watchdog& world_watchdog() {
   return *watchdog;
 }
-bool take_own_gpu() {
-  if (num_gpus() < session->world_size()) return false;
+bool take_gpu() {
+  if (num_gpus() == 0) return false;
   use_gpu(session->local_rank());
   return true;
+}
+GpuLinks gpu_links(int64_t least_copied_bytes) {
+  return {.share_gpus = num_gpus() < session->world_size(), .least_copied_bytes = least_copied_bytes};
 }
 
 }  // namespace palimpsest::mpi_test

@@ -83,6 +83,7 @@ MeshRun::MeshRun(const ModelConfig& config, const Mesh& mesh, DType dtype, const
   regions_.emplace(device, planned.peaks());
   stream_.emplace(device, regions_->scratch);
   bind(*regions_, *stream_);
+  shared_memory_.emplace(mesh);
   registry_.initialize(7, 0.1);
   registry_.zero_optimizer(*stream_);
 }

@@ -40,6 +40,7 @@ class MeshRun {
   std::optional<Stream> stream_;
   std::optional<WholeValues> values_;
   std::optional<TrainStep> step_;
+  std::optional<SharedMemory> shared_memory_;
 };
 
 // norm(part - whole) / norm(whole), where `whole` has spec.shape and `part` is, of the block of it that `parameter`

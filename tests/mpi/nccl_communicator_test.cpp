@@ -1,8 +1,11 @@
-// Every collective on the ranks' GPUs against the same on their hosts, which MPI does.
+// Every collective on the ranks' GPUs against the same on their hosts, which MPI does: with those sizes going as copies
+// that do by default, and with all of them.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <functional>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "kernels/device.h"
@@ -16,26 +19,42 @@ namespace {
 
 using support::OwnedTensor;
 
-class NcclCommunicators : public testing::Test {
+class NcclCommunicators : public testing::TestWithParam<int64_t> {
  protected:
-  static constexpr int64_t kBytes = 128 << 20;
+  static constexpr int64_t kBytes = 256 << 20, kMostSummed = 1 << 20;
 
   void SetUp() override {
-    if (!mpi_test::take_own_gpu()) GTEST_SKIP() << "there are fewer GPUs than ranks";
+    if (!mpi_test::take_gpu()) GTEST_SKIP() << "there is no GPU";
     mesh_ = mpi_test::world().make_mesh({.data = mpi_test::world().world_size()}, mpi_test::world_watchdog(),
-                                        Device::kCuda);
+                                        Device::kCuda, mpi_test::gpu_links(GetParam()));
+    rehearse_reduce_scatter(kMostSummed);
     memory_.emplace("tensors", Device::kCuda, kBytes);
     scratch_.emplace("scratch", Device::kCuda, 1 << 20);
     stream_.emplace(Device::kCuda, *scratch_);
     host_scratch_.emplace("scratch", Device::kCpu, 1 << 20);
     host_stream_.emplace(Device::kCpu, *host_scratch_);
     support::fill_with_nan(*stream_, *memory_);
+    shared_memory_.emplace(*mesh_);
+  }
+  void TearDown() override { shared_memory_.reset(); }
+
+  // Parts of this many f64.
+  void rehearse_reduce_scatter(int64_t n) {
+    Arena planned = Arena::planning("tensors", Device::kCuda), scratch = Arena::planning("scratch", Device::kCuda);
+    Stream planning(Device::kCuda, scratch);
+    world().reduce_scatter(planning, planned.allocate(DType::kF64, {n}),
+                           planned.allocate(DType::kF64, {world().size() * n}));
   }
 
   Communicator& world() { return mesh_->world(); }
-  // Different on every rank.
+  // Different on every rank. Of more than two they are whole, so that the order of a sum does not matter.
   OwnedTensor numbers(DType dtype, Shape shape, uint64_t seed) {
-    return support::random_tensor(dtype, shape, 100 * seed + static_cast<uint64_t>(world().rank()), 10.0);
+    OwnedTensor x = support::random_tensor(dtype, shape, 100 * seed + static_cast<uint64_t>(world().rank()), 10.0);
+    if (world().size() == 2) return x;
+    std::vector<double> values = support::values_of(x);
+    for (double& value : values) value = std::round(value) + 0.0;  // and of the zeros the one
+    support::set_values(x, values);
+    return x;
   }
 
   // Calls body(stream, x, y) on the host and on the GPU with the same x, and compares both results bit by bit.
@@ -58,9 +77,16 @@ class NcclCommunicators : public testing::Test {
   std::unique_ptr<Mesh> mesh_;
   std::optional<Arena> memory_, scratch_, host_scratch_;
   std::optional<Stream> stream_, host_stream_;
+  std::optional<SharedMemory> shared_memory_;
 };
 
-TEST_F(NcclCommunicators, CollectivesGiveWhatMpiGives) {
+std::string name_of_least_bytes(const testing::TestParamInfo<int64_t>& info) {
+  return "CopiesFrom" + std::to_string(info.param);
+}
+INSTANTIATE_TEST_SUITE_P(Gpus, NcclCommunicators, testing::Values(GpuLinks().least_copied_bytes, 0),
+                         name_of_least_bytes);
+
+TEST_P(NcclCommunicators, CollectivesGiveWhatMpiGives) {
   const int64_t size = world().size(), last = size - 1;
   uint64_t seed = 1;
   // Within a host the largest go as copies.
@@ -97,13 +123,14 @@ TEST_F(NcclCommunicators, CollectivesGiveWhatMpiGives) {
   }
 }
 
-TEST_F(NcclCommunicators, SumsOfBF16AreRoundedOnceWithTwoRanks) {
-  if (world().size() != 2) GTEST_SKIP() << "needs 2 ranks";
+TEST_P(NcclCommunicators, SumsOfBF16AreRoundedOnceWithTwoRanksOrAsCopies) {
+  const int64_t size = world().size();
+  if (size > 2 && (GetParam() > 0 || !mesh_->notices().empty())) GTEST_SKIP() << "needs 2 ranks, or copies";
   const int64_t n = 777;
-  const OwnedTensor x = numbers(DType::kBF16, {2 * n}, 1);
+  const OwnedTensor x = support::random_tensor(DType::kBF16, {size * n}, static_cast<uint64_t>(world().rank()), 10.0);
   const Tensor there = x.copy_to(*stream_, *memory_), sum = memory_->allocate(DType::kBF16, {n});
   world().reduce_scatter(*stream_, sum, there);
-  OwnedTensor expected = support::converted(x, DType::kF32);
+  OwnedTensor expected = support::converted(x, DType::kF64);
   world().all_reduce(*host_stream_, expected, ReduceOp::kSum);
   const OwnedTensor rounded = support::converted(expected.tensor().rows(world().rank() * n, n), DType::kBF16);
   HostCopy got(sum);
@@ -111,7 +138,7 @@ TEST_F(NcclCommunicators, SumsOfBF16AreRoundedOnceWithTwoRanks) {
 }
 
 // Large enough to go as copies: of several tensors at once, one after the other in the same memory.
-TEST_F(NcclCommunicators, ManyLargeOnesInTurnGiveWhatMpiGives) {
+TEST_P(NcclCommunicators, ManyLargeOnesInTurnGiveWhatMpiGives) {
   const int64_t size = world().size(), rank = world().rank();
   const std::vector<int64_t> lengths = {200003, 1, 131072, 77};
   uint64_t seed = 50;
@@ -148,7 +175,7 @@ TEST_F(NcclCommunicators, ManyLargeOnesInTurnGiveWhatMpiGives) {
 
 // Work on the stream before a collective is in it, and work after wait() sees it, in whatever order they are waited
 // for.
-TEST_F(NcclCommunicators, CollectivesRunBesideTheStreamAndInItsOrder) {
+TEST_P(NcclCommunicators, CollectivesRunBesideTheStreamAndInItsOrder) {
   constexpr int64_t kNumbers = 300007, kCollectives = 40;
   std::vector<Tensor> sums;
   std::vector<std::unique_ptr<Pending>> pending;
@@ -173,7 +200,42 @@ TEST_F(NcclCommunicators, CollectivesRunBesideTheStreamAndInItsOrder) {
   }
 }
 
-TEST_F(NcclCommunicators, CountBytesAsOnTheHost) {
+// What does not fit is found before anything is sent, on all ranks.
+TEST_P(NcclCommunicators, SumsThatWereNotRehearsedAreAFaultWhereTheyNeedMemory) {
+  if (!mesh_->notices().empty()) GTEST_SKIP() << "needs copies";
+  const int64_t n = 2 * kMostSummed;
+  const Tensor x = memory_->allocate(DType::kF64, {world().size() * n});
+  EXPECT_THROW(world().reduce_scatter(*stream_, x.rows(world().rank() * n, n), x), Error);
+  shared_memory_.reset();
+  shared_memory_.emplace(*mesh_);  // of all that was asked for so far
+  fill_zero(*stream_, x);
+  world().reduce_scatter(*stream_, x.rows(world().rank() * n, n), x);
+}
+
+// One rank's tensor lies in host memory, which no other can map.
+TEST_P(NcclCommunicators, WhatOneRankCannotMapGoesByNcclOnAll) {
+  const int64_t n = 200003, size = world().size(), rank = world().rank();
+  const OwnedTensor part = numbers(DType::kF32, {n}, 7);
+  const OwnedTensor pinned(DType::kF32, {size * n});
+  std::optional<PinnedRange> range;
+  Tensor whole_there = memory_->allocate(DType::kF32, {size * n});
+  if (rank == size - 1) {
+    range.emplace(pinned.tensor().raw(), pinned.tensor().bytes());
+    whole_there = Tensor(pinned.tensor().raw(), DType::kF32, {size * n}, Device::kCuda);
+  }
+  const Tensor part_there = part.copy_to(*stream_, *memory_);
+  const OwnedTensor expected(DType::kF32, {size * n});
+  world().all_gather(*host_stream_, expected, part);
+  for (int turn = 0; turn < 3; ++turn) {
+    fill_zero(*stream_, whole_there);
+    world().all_gather(*stream_, whole_there, part_there);
+    synchronize(*stream_);
+    HostCopy got(rank == size - 1 ? pinned.tensor() : whole_there);
+    EXPECT_TRUE(support::is_bit_identical(got.fetch().tensor(), expected)) << turn;
+  }
+}
+
+TEST_P(NcclCommunicators, CountBytesAsOnTheHost) {
   const Tensor mine = memory_->allocate(DType::kF32, {3}), all = memory_->allocate(DType::kF32, {3 * world().size()});
   world().reset_bytes_sent();
   world().all_gather(*stream_, all, mine);

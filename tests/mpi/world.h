@@ -7,7 +7,9 @@ namespace palimpsest::mpi_test {
 
 MpiSession& world();
 Watchdog& world_watchdog();
-// Makes a GPU that no other rank of this host has the current one; false where there are fewer GPUs than ranks.
-bool take_own_gpu();
+// Makes a GPU the current one, which no other rank of this host has where there are as many as ranks; false where there
+// is none. gpu_links() are then those that such ranks can have.
+bool take_gpu();
+GpuLinks gpu_links(int64_t least_copied_bytes);
 
 }  // namespace palimpsest::mpi_test

@@ -72,6 +72,16 @@ TEST_F(TrainedModel, ScoresEveryTokenAlikeInEveryLayout) {
 }
 
 // Of fewer tokens than the ranks of a row have ranges.
+// One rank alone writes the text, and cannot, while the other waits for it in the next layer.
+TEST_F(TrainedModel, ARankThatCannotWriteItsTextEndsTheJobWithTheCause) {
+  write_config_of_bytes();
+  ASSERT_EQ(run_palimpsest({"train", file_, "train.steps=1"}).exit_code, 0);
+  const ProgramResult result = run_command_line(ranks_without_output());
+  EXPECT_EQ(result.exit_code, 2) << result.err;
+  EXPECT_NE(result.err.find("error: rank 0 on "), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find("standard output cannot be written"), std::string::npos) << result.err;
+}
+
 TEST_F(TrainedModel, IsEvaluatedOnASetOfFewTokens) {
   support::write_learnable_shards(root_ / "few", 5, 1);
   const auto loss_of = [&](const ProgramResult& result) {
@@ -84,10 +94,7 @@ TEST_F(TrainedModel, IsEvaluatedOnASetOfFewTokens) {
 }
 
 TEST_F(TrainedModel, WritesTheSameTextInEveryLayout) {
-  config_.model.vocab_size = 258;
-  config_.data.tokenizer = "bytes";
-  config_.run.dir = root_ / "bytes";
-  write_config();
+  write_config_of_bytes();
   ASSERT_EQ(run_palimpsest({"train", file_, "train.steps=1"}).exit_code, 0);
   const std::vector<std::string> arguments = {"generate", file_, "--prompt", "abc", "--max-tokens", "12"};
   const ProgramResult one = run_palimpsest(arguments);

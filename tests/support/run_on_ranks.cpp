@@ -66,6 +66,21 @@ std::vector<std::string> RunOnRanks::ranks_that_open_files() const {
   return words;
 }
 
+void RunOnRanks::write_config_of_bytes() {
+  config_.model.vocab_size = 258;
+  config_.data.tokenizer = "bytes";
+  config_.run.dir = root_ / "bytes";
+  write_config();
+}
+
+std::vector<std::string> RunOnRanks::ranks_without_output() const {
+  const std::string program = std::string("exec ") + PALIMPSEST_BINARY + " generate " + file_ + " parallel.tensor=2";
+  std::vector<std::string> words = on_ranks(1, {});
+  words.pop_back();  // the program
+  words.insert(words.end(), {"sh", "-c", program + " > /dev/full", ":", "-n", "1", "sh", "-c", program});
+  return words;
+}
+
 int64_t number_behind(const std::string& text, const std::string& label) {
   const size_t at = text.find("\n" + label);
   if (at == std::string::npos) return -1;

@@ -24,6 +24,10 @@ class RunOnRanks : public testing::Test {
   // The words of a training job of two ranks, each with its own copy of the data: more shards than stay open, so that
   // files are opened all the time.
   std::vector<std::string> ranks_that_open_files() const;
+  // A model of bytes, which can write text; and the words of a job of two ranks that does so, of which the first
+  // cannot.
+  void write_config_of_bytes();
+  std::vector<std::string> ranks_without_output() const;
   std::string shards_of_rank_1() const { return root_ / "there/shards"; }
 
   TempDirectory root_;
