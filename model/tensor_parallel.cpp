@@ -6,6 +6,7 @@
 
 #include "kernels/elementwise.h"
 #include "kernels/linear.h"
+#include "kernels/part_sums.h"
 
 namespace palimpsest {
 
@@ -113,12 +114,8 @@ void PartialSum::scatter() {
   if (received_.defined()) {
     const int64_t n = local_.dim(0);
     for (size_t part = 0; part < parts_.size(); ++part) send(part);  // those of a branch that fills all at once
-    Tensor sum = padded_.rows(context_.mesh.tensor().rank() * n, n);
-    for (size_t part = 0; part < parts_.size(); ++part) {
-      parts_[part]->wait();
-      add(context_.stream, local_, sum, received_.rows(static_cast<int64_t>(part) * n, n));
-      sum = local_;
-    }
+    for (const auto& part : parts_) part->wait();
+    add_parts(context_.stream, local_, padded_.rows(context_.mesh.tensor().rank() * n, n), received_);
     return;
   }
   if (!pending_) start_scatter();

@@ -4,7 +4,9 @@
 #include <cstddef>
 
 #include "kernels/cuda/check.h"
+#include "kernels/cuda/engine.h"
 #include "kernels/cuda/numbers.cuh"
+#include "kernels/part_sums.h"
 
 namespace palimpsest::cuda {
 
@@ -84,6 +86,12 @@ void sum_parts(cudaStream_t queue, const Tensor& out, const void* own, int own_r
     default:
       CHECK(false, "no sum of parts in ", name_of(out.dtype()));
   }
+}
+
+void add_parts(Stream& stream, Tensor y, const Tensor& own, const Tensor& others) {
+  if (stream.is_planning()) return;
+  const auto count = static_cast<int>(others.dim(0) / own.dim(0)) + 1;
+  sum_parts(queue_of(stream), y, own.raw(), 0, others.raw(), own.bytes(), count);
 }
 
 }  // namespace palimpsest::cuda

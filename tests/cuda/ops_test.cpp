@@ -10,6 +10,7 @@
 #include "kernels/embedding.h"
 #include "kernels/linear.h"
 #include "kernels/mla_heads.h"
+#include "kernels/part_sums.h"
 #include "kernels/random.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rotary.h"
@@ -49,6 +50,20 @@ TEST(CudaElementwise, WideStreamMatchesTheCpu) {
       add(lab.stream(), lab.statistics("sum", shape), x, b);
       copy(lab.stream(), lab.output("rounded", shape, gap), x);
     });
+}
+
+// A rounding for each part would be twice as far off.
+TEST(CudaElementwise, PartsAreSummedInF32AndRoundedOnce) {
+  for (const int64_t columns : {37, 256})
+    expect_same_on_gpu(
+        [=](Lab& lab) {
+          const Shape shape = {65, columns};
+          const Tensor own = lab.input("own", shape), parts = lab.input("parts", {7 * 65, columns});
+          add_parts(lab.stream(), lab.output("sum", shape), own, parts);
+          const Tensor in_place = lab.in_place("in place", shape);
+          add_parts(lab.stream(), in_place, in_place, parts);
+        },
+        {.f32 = 1e-6, .bf16 = 2.2e-3});
 }
 
 TEST(CudaLinear, MatchesTheCpu) {

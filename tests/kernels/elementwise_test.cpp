@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "kernels/part_sums.h"
 #include "tests/support/tensors.h"
 
 namespace palimpsest {
@@ -55,6 +56,24 @@ TEST(Elementwise, AddWorksInPlace) {
   add(stream, other, a, other);
   EXPECT_TRUE(is_bit_identical(in_place, sum));
   EXPECT_TRUE(is_bit_identical(other, sum));
+}
+
+TEST_P(ElementwiseOfType, PartsAreAddedInTheirOrder) {
+  const DType dtype = GetParam();
+  CpuStream stream;
+  const int64_t n = 23, D = 701;  // more than one range of elements
+  for (const int64_t count : {1, 3, 7}) {
+    const OwnedTensor own = random_tensor(dtype, {n, D}, 1), parts = random_tensor(dtype, {count * n, D}, 2);
+    const OwnedTensor sum(dtype, {n, D}), in_place = converted(own, dtype), expected = converted(own, dtype);
+    for (int64_t part = 0; part < count; ++part) add(stream, expected, expected, parts.tensor().rows(part * n, n));
+    add_parts(stream, sum, own, parts);
+    add_parts(stream, in_place, in_place, parts);
+    EXPECT_TRUE(is_bit_identical(sum, expected)) << count;
+    EXPECT_TRUE(is_bit_identical(in_place, expected)) << count;
+    EXPECT_TRUE(sum.surroundings_untouched());
+  }
+  const OwnedTensor own(dtype, {n, D}), odd(dtype, {n + 1, D});
+  EXPECT_THROW(add_parts(stream, own, own, odd), Error);
 }
 
 // Sums of a residual stream in f64 keep what f32 would lose.
