@@ -92,6 +92,45 @@ TEST(CudaTraining, WideStreamFollowsF32MoreClosely) {
   }
 }
 
+// What is computed again is what was computed before, to the bit; only that a wide stream is read as it was, where
+// without checkpointing backward has a copy of it that is rounded to bf16.
+TEST(CudaTraining, CheckpointingChangesRoundingAtMost) {
+  SKIP_WITHOUT_GPU();
+  struct Gradients {
+    double loss;
+    std::vector<double> values;
+  };
+  const auto gradients_with = [](Precision precision, Precision residual, ActivationCheckpointing checkpointing) {
+    Config config = gpu_config(precision, residual);
+    config.train.activation_checkpointing = checkpointing;
+    TinyRun run(config, 512);
+    const OwnedBatch first(random_documents({300, 3, 209}, config.model.vocab_size, 1)),
+        second(random_documents({1, 130}, config.model.vocab_size, 2));
+    run.step().begin(first.num_targets() + second.num_targets());
+    run.step().accumulate(first.input());
+    run.step().accumulate(second.input(), MicroBatch::kLast);
+    std::vector<double> values = gradients_of(run.registry());
+    return Gradients{.loss = run.step().finish(0.0).loss, .values = std::move(values)};
+  };
+  const Gradients exact = gradients_with(Precision::kF32, Precision::kAuto, ActivationCheckpointing::kNone);
+  for (const auto& [precision, residual] :
+       {std::pair{Precision::kF32, Precision::kAuto}, std::pair{Precision::kBF16, Precision::kBF16},
+        std::pair{Precision::kBF16, Precision::kF32}}) {
+    const Gradients all = gradients_with(precision, residual, ActivationCheckpointing::kNone);
+    for (const auto checkpointing : {ActivationCheckpointing::kSelective, ActivationCheckpointing::kFull}) {
+      const Gradients some = gradients_with(precision, residual, checkpointing);
+      EXPECT_EQ(some.loss, all.loss);
+      if (residual == Precision::kF32) {
+        EXPECT_LE(relative_error(some.values, all.values), 1e-2);
+        EXPECT_LE(relative_error(some.values, exact.values), 1.05 * relative_error(all.values, exact.values));
+        EXPECT_NE(some.values, all.values);
+      } else {
+        EXPECT_TRUE(same_bits(some.values, all.values));
+      }
+    }
+  }
+}
+
 TEST(CudaMemory, StaysWithinThePlanAndStillDuringSteps) {
   SKIP_WITHOUT_GPU();
   use_gpu(0);
