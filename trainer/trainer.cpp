@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <set>
 #include <utility>
 
 #include "data/file_ops.h"
@@ -111,6 +113,7 @@ void Trainer::run() {
   Loader loader(setup_.data(), loader_options(config_, state_, setup_.mesh()));
   if (config_.profile.steps && setup_.bench().device() == Device::kCpu)
     console_.info("profile.steps has no effect on the CPU");
+  warm_up();
   TrainingProgress progress(console_, state_.step, total_steps_);
   std::string stop;  // why the run ends before its last step
   while (state_.step < total_steps_ && stop.empty()) {
@@ -135,6 +138,37 @@ void Trainer::run() {
   if (!stop.empty() && state_.step < total_steps_)
     console_.info(
         fmt::format("stopped after step {} of {} by {}; the same command continues", state_.step, total_steps_, stop));
+}
+
+// When a size first comes, a GPU's libraries load kernels and make plans for it, which takes seconds, and memory. So
+// micro-batches of each size go forward and backward before the first step, where rows hold several documents also with
+// some as long as can be; nothing of it stays.
+void Trainer::warm_up() {
+  if (setup_.bench().device() == Device::kCpu) return;
+  const TraceRange range("warm up");
+  const double begin = console_.seconds();
+  const auto is_packed = [](const Batch& batch) { return batch.documents.count() > batch.num_rows; };
+  StepBatches batches = Loader(setup_.data(), loader_options(config_, state_, setup_.mesh())).next();
+  const bool packs = std::any_of(batches.micro_batches.begin(), batches.micro_batches.end(), is_packed);
+  const bool any_packs = max_over(setup_.mesh().world(), int64_t{packs}) != 0;  // ranks make the same calls
+  const auto run = [&](Batch& batch) {
+    step_->begin(batches.num_targets);
+    step_->accumulate(local_input(batch, setup_.mesh()).input());
+    step_->give_up();
+  };
+  std::set<int64_t> sizes;
+  for (Batch& batch : batches.micro_batches) {
+    if (!sizes.insert(batch.num_rows).second) continue;
+    run(batch);
+    if (!any_packs || batch.row_length < 2) continue;
+    std::vector<int64_t> offsets = {0};
+    for (int64_t end = batch.row_length; end <= batch.num_rows * batch.row_length; end += batch.row_length)
+      offsets.insert(offsets.end(), {end - 1, end});
+    batch.documents = Documents(offsets);
+    run(batch);
+  }
+  synchronize(setup_.bench().stream());
+  console_.info(fmt::format("kernels and plans are ready after {:.1f} s", console_.seconds() - begin));
 }
 
 // The same on every rank: a signal on any of them counts, and the first one's clock.

@@ -42,6 +42,7 @@ class Trainer {
 
  private:
   void prepare_saves(const RunStart& start);
+  void warm_up();
   StepMetrics profiled_step(Loader& loader);  // train_one_step, under the profiler where profile.steps says so
   StepMetrics train_one_step(Loader& loader);
   std::string reason_to_stop() const;

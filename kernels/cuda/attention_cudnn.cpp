@@ -3,12 +3,14 @@
 #define CUDNN_FRONTEND_SKIP_JSON_LIB
 #include <cudnn_frontend.h>
 
+#include <algorithm>
 #include <map>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "kernels/check.h"
+#include "kernels/cuda/check.h"
 
 namespace palimpsest::cuda {
 
@@ -111,6 +113,7 @@ class GraphMaker {
 struct Plan {
   std::unique_ptr<graph::Graph> graph;  // null where the library has none
   int64_t workspace_bytes = 0;
+  int64_t last_use = 0;
 };
 
 Plan make_plan(cudnnHandle_t handle, const FusedShape& shape) {
@@ -126,15 +129,32 @@ Plan make_plan(cudnnHandle_t handle, const FusedShape& shape) {
 struct FusedAttention::Parts {
   cudaStream_t queue;
   cudnnHandle_t handle = nullptr;  // null where the library does not start
+  int64_t most_plans = 0, uses = 0;
   std::map<FusedShape, Plan> plans;
+
+  const Plan& plan_of(const FusedShape& shape) {
+    auto found = plans.find(shape);
+    if (found == plans.end()) {
+      if (static_cast<int64_t>(plans.size()) >= most_plans) drop_oldest();
+      found = plans.emplace(shape, make_plan(handle, shape)).first;
+    }
+    found->second.last_use = ++uses;
+    return found->second;
+  }
+  void drop_oldest() {
+    const auto used_before = [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; };
+    CUDA_CHECK(cudaStreamSynchronize(queue));  // its kernels may still run
+    plans.erase(std::min_element(plans.begin(), plans.end(), used_before));
+  }
 };
 
 bool FusedAttention::is_built_in() {
   return true;
 }
 
-FusedAttention::FusedAttention(CUstream_st* queue) : parts_(std::make_unique<Parts>()) {
+FusedAttention::FusedAttention(CUstream_st* queue, int64_t most_plans) : parts_(std::make_unique<Parts>()) {
   parts_->queue = queue;
+  parts_->most_plans = most_plans;
   if (cudnnCreate(&parts_->handle) != CUDNN_STATUS_SUCCESS) {
     parts_->handle = nullptr;
     return;
@@ -149,9 +169,12 @@ FusedAttention::~FusedAttention() {
 
 bool FusedAttention::serves(const FusedShape& shape, int64_t workspace_bytes) {
   if (parts_->handle == nullptr) return false;
-  auto found = parts_->plans.find(shape);
-  if (found == parts_->plans.end()) found = parts_->plans.emplace(shape, make_plan(parts_->handle, shape)).first;
-  return found->second.graph != nullptr && found->second.workspace_bytes <= workspace_bytes;
+  const Plan& plan = parts_->plan_of(shape);
+  return plan.graph != nullptr && plan.workspace_bytes <= workspace_bytes;
+}
+
+int64_t FusedAttention::num_plans() const {
+  return static_cast<int64_t>(parts_->plans.size());
 }
 
 void FusedAttention::run(const FusedShape& shape, const FusedOperands& operands, void* workspace) {
@@ -161,7 +184,7 @@ void FusedAttention::run(const FusedShape& shape, const FusedOperands& operands,
     addresses.insert({{kQueryLengths, operands.query_lengths}, {kKeyLengths, operands.key_lengths}});
   if (shape.is_backward)
     addresses.insert({{kDO, operands.d_o}, {kDQ, operands.dq}, {kDK, operands.dk}, {kDV, operands.dv}});
-  auto status = parts_->plans.at(shape).graph->execute(parts_->handle, addresses, workspace);
+  auto status = parts_->plan_of(shape).graph->execute(parts_->handle, addresses, workspace);
   CHECK(status.is_good(), "cuDNN's attention failed: ", status.get_message());
 }
 

@@ -1,5 +1,5 @@
-// cuDNN's fused attention: plans of its graphs, each for one shape, made when first asked for. A build without cuDNN
-// has none (kernels/no_cudnn).
+// cuDNN's fused attention: plans of its graphs, each for one shape, made when first asked for, of which the latest used
+// are kept. A build without cuDNN has none (kernels/no_cudnn).
 #pragma once
 
 #include <compare>
@@ -36,17 +36,20 @@ struct FusedOperands {
 
 class FusedAttention {
  public:
+  // Far more than a run of any layout asks for again and again.
+  static constexpr int64_t kMostPlans = 256;
   static bool is_built_in();
 
-  explicit FusedAttention(CUstream_st* queue);
+  explicit FusedAttention(CUstream_st* queue, int64_t most_plans = kMostPlans);
   ~FusedAttention();
   FusedAttention(const FusedAttention&) = delete;
   FusedAttention& operator=(const FusedAttention&) = delete;
 
   // Whether the library computes this with so much workspace. The first answer for a shape takes a while.
   bool serves(const FusedShape& shape, int64_t workspace_bytes);
-  // Of a shape that is served.
+  // Of a shape that is served, as the last answers said.
   void run(const FusedShape& shape, const FusedOperands& operands, void* workspace);
+  int64_t num_plans() const;
 
  private:
   struct Parts;

@@ -142,6 +142,23 @@ TEST(FusedAttention, SharesABatchWithThePlainKernels) {
   });
 }
 
+// A plan that was dropped for others is made again when it is asked for.
+TEST(FusedAttention, KeepsTheLatestPlansAlone) {
+  SKIP_WITHOUT_CUDNN();
+  cuda::FusedAttention attention(nullptr, 2);
+  const auto serves = [&](int64_t S_keys) {
+    cuda::FusedShape shape = {
+        .is_causal = false, .B = 1, .S = 128, .S_keys = S_keys, .H = 1, .HKV = 1, .K = 64, .V = 64};
+    cuda::set_rows_of_copies(shape);
+    return attention.serves(shape, cuda::kSlackBytes);
+  };
+  for (const int64_t S_keys : {128, 256, 128, 384, 128, 256, 384}) {
+    EXPECT_TRUE(serves(S_keys)) << S_keys;
+    EXPECT_LE(attention.num_plans(), 2);
+  }
+  EXPECT_EQ(attention.num_plans(), 2);
+}
+
 // Ranks plan for all queries and keys that can meet.
 TEST(FusedAttention, WhatAllEarlierKeysNeedSufficesForFewer) {
   const auto scratch_of = [](int64_t N, int64_t NK, const Case& c) {

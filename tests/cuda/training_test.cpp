@@ -7,7 +7,12 @@
 
 #include "kernels/device.h"
 #include "tests/cuda/lab.h"
+#include "tests/support/files.h"
+#include "tests/support/shard_files.h"
 #include "tests/support/tiny_run.h"
+#include "tests/support/training.h"
+#include "trainer/run_setup.h"
+#include "trainer/trainer.h"
 
 namespace palimpsest {
 namespace {
@@ -153,6 +158,32 @@ TEST(CudaMemory, StaysWithinThePlanAndStillDuringSteps) {
   EXPECT_LE(static_cast<double>(taken), 1.1 * static_cast<double>(planned));
   for (int i = 0; i < 3; ++i) step();
   EXPECT_EQ(memory_in_use(Device::kCuda) - before, taken);
+}
+
+// Plans for the documents to come are made before the first step.
+TEST(CudaMemory, StepsOfPackedDocumentsTakeNone) {
+  SKIP_WITHOUT_GPU();
+  const TempDirectory root;
+  Config config = gpu_config(Precision::kBF16, Precision::kF32);
+  std::vector<int64_t> lengths;
+  for (int64_t i = 0; i < 200; ++i) lengths.push_back(2 + 97 * i % 1500);
+  write_documents(root / "shards", small_vocabulary(config.model.vocab_size), lengths);
+  config.run.dir = root / "run";
+  config.data = {.train = {{.path = root / "shards"}}, .tokenizer = "none.model", .sequence_length = 1024};
+  config.train.steps = 12;
+  config.train.sequences_per_step = 6;
+  config.train.micro_batch = 4;  // and 2
+  config.checkpoint.every = 0;
+  config.checkpoint.background = false;
+  RecordedConsole console;
+  RunSetup setup(config);
+  Trainer trainer(setup, "test", console);
+  std::vector<int64_t> in_use;
+  trainer.on_step([&](const StepMetrics&) { in_use.push_back(memory_in_use(Device::kCuda)); });
+  trainer.run();
+  ASSERT_EQ(in_use.size(), 12U);
+  for (const int64_t bytes : in_use) EXPECT_EQ(bytes, in_use.front());
+  EXPECT_NE(console.text().find("kernels and plans are ready"), std::string::npos);
 }
 
 }  // namespace
