@@ -44,6 +44,17 @@ void add_routing(std::vector<BenchOp>& ops, const Sizes& s, const MoeConfig& moe
                                        router_forward(place.stream(), routing, logits, {}, options);
                                      }};
                  }});
+  ops.push_back({"router_backward", "", [=](BenchPlace& place) {
+                   const Tensor logits = place.wide_random({s.N, s.E}), d_weights = place.wide_random({s.N, s.k});
+                   const Routing routing = {.scores = place.wide_zeros({s.N, s.E}),
+                                            .experts = place.memory().allocate(DType::kI32, {s.N, s.k}),
+                                            .weights = place.wide_zeros({s.N, s.k})};
+                   const Tensor d_logits = place.zeros({s.N, s.E});
+                   router_forward(place.stream(), routing, logits, {}, options);
+                   return PreparedOp{sizes, 0.0, {routing.scores, d_weights}, {d_logits}, [=, &place] {
+                                       router_backward(place.stream(), d_logits, d_weights, routing, {}, options);
+                                     }};
+                 }});
 }
 
 void add_rows(std::vector<BenchOp>& ops, const Sizes& s, int64_t D) {
@@ -61,6 +72,41 @@ void add_rows(std::vector<BenchOp>& ops, const Sizes& s, int64_t D) {
                    const Tensor rows = place.random({R, D}), y = place.zeros({s.N, D});
                    return PreparedOp{sizes, 0.0, {rows}, {y}, [=, &place] {
                                        sum_expert_rows(place.stream(), y, rows, of.row_of, Write::kOverwrite);
+                                     }};
+                 }});
+  ops.push_back({"scale_expert_rows_forward", "", [=](BenchPlace& place) {
+                   const ExpertRows of = drawn_rows(place, s);
+                   const Tensor x = place.random({R, D}), weights = place.wide_random({s.N, s.k});
+                   const Tensor y = place.zeros({R, D});
+                   return PreparedOp{sizes, 0.0, {x}, {y}, [=, &place] {
+                                       scale_expert_rows_forward(place.stream(), y, x, weights, of.row_of);
+                                     }};
+                 }});
+  ops.push_back({"scale_expert_rows_backward", "", [=](BenchPlace& place) {
+                   const ExpertRows of = drawn_rows(place, s);
+                   const Tensor x = place.random({R, D}), dy = place.random({R, D});
+                   const Tensor weights = place.wide_random({s.N, s.k}), d_weights = place.wide_zeros({s.N, s.k});
+                   const Tensor dx = place.zeros({R, D});
+                   return PreparedOp{sizes, 0.0, {dy, x}, {dx, d_weights}, [=, &place] {
+                                       scale_expert_rows_backward(place.stream(), dx, d_weights, dy, x, weights,
+                                                                  of.row_of);
+                                     }};
+                 }});
+}
+
+// The gate of shared experts, a number a token.
+void add_token_gate(std::vector<BenchOp>& ops, const Sizes& s, int64_t D) {
+  const std::string sizes = fmt::format("[{}, {}]", s.N, D);
+  ops.push_back(
+      {"token_gate_forward", "", [=](BenchPlace& place) {
+         const Tensor x = place.random({s.N, D}), z = place.random({s.N, 1}), y = place.zeros({s.N, D});
+         return PreparedOp{sizes, 0.0, {x}, {y}, [=, &place] { token_gate_forward(place.stream(), y, x, z); }};
+       }});
+  ops.push_back({"token_gate_backward", "", [=](BenchPlace& place) {
+                   const Tensor dy = place.random({s.N, D}), x = place.random({s.N, D}), z = place.random({s.N, 1});
+                   const Tensor dx = place.zeros({s.N, D}), dz = place.zeros({s.N, 1});
+                   return PreparedOp{sizes, 0.0, {dy, x}, {dx, dz}, [=, &place] {
+                                       token_gate_backward(place.stream(), dx, dz, dy, x, z);
                                      }};
                  }});
 }
@@ -103,6 +149,7 @@ void add_expert_ops(std::vector<BenchOp>& ops, const Config& config) {
   const int64_t D = config.model.hidden_size, F = config.model.moe.intermediate_size;
   add_routing(ops, s, config.model.moe);
   add_rows(ops, s, D);
+  add_token_gate(ops, s, D);
   add_grouped_linear(ops, s, "gate and up", D, 2 * F);
   add_grouped_linear(ops, s, "down", F, D);
 }

@@ -8,21 +8,20 @@
 #include <utility>
 
 #include "kernels/adamw.h"
-#include "kernels/attention.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/delta_rule.h"
 #include "kernels/device.h"
 #include "kernels/elementwise.h"
 #include "kernels/embedding.h"
 #include "kernels/linear.h"
-#include "kernels/mla_heads.h"
 #include "kernels/random.h"
 #include "kernels/rms_norm.h"
 #include "kernels/short_conv.h"
 #include "kernels/swiglu.h"
 #include "model/head.h"
-#include "model/rope.h"
+#include "trainer/bench_attention.h"
 #include "trainer/bench_experts.h"
+#include "trainer/bench_sequence.h"
 
 namespace palimpsest {
 
@@ -93,22 +92,9 @@ Tensor BenchPlace::ids(int64_t count, int64_t num_ids) {
 
 namespace {
 
-struct Sizes {
-  explicit Sizes(const Config& config)
-      : rows(std::min(config.train.micro_batch, config.train.sequences_per_step)),
-        T(config.data.sequence_length),
-        N(rows * T),
-        D(config.model.hidden_size),
-        V(config.model.vocab_size),
-        model(config.model) {}
-  Documents documents() const { return Documents::rows(rows, T); }
-  int64_t rows, T, N, D, V;
-  ModelConfig model;
-};
-
 using Ops = std::vector<BenchOp>;
 
-void add_linear(Ops& ops, const Sizes& s, const char* what, int64_t in, int64_t out) {
+void add_linear(Ops& ops, const BenchSizes& s, const char* what, int64_t in, int64_t out) {
   const int64_t N = s.N;
   const double flops = 2.0 * static_cast<double>(N) * static_cast<double>(in) * static_cast<double>(out);
   const std::string sizes = fmt::format("[{}, {}] -> {}, {}", N, in, out, what);
@@ -161,7 +147,7 @@ DeltaRuleKind gdn_kind(const GdnConfig& gdn) {
 
 // Tensors of the delta rule, the op's options and the sizes, shared by forward and backward.
 struct DeltaRuleBench {
-  DeltaRuleBench(BenchPlace& place, const Sizes& s, const DeltaRuleKind& kind, DeltaForm form)
+  DeltaRuleBench(BenchPlace& place, const BenchSizes& s, const DeltaRuleKind& kind, DeltaForm form)
       : documents(s.documents()), options(kind.options) {
     const int64_t N = s.N, H = kind.num_heads, HV = kind.num_value_heads, K = kind.key_size, V = kind.value_size;
     options.scale = 1.0 / std::sqrt(static_cast<double>(K));
@@ -188,7 +174,7 @@ struct DeltaRuleBench {
   std::string sizes;
 };
 
-void add_delta_rule(Ops& ops, const Sizes& s, const DeltaRuleKind& kind, DeltaForm form) {
+void add_delta_rule(Ops& ops, const BenchSizes& s, const DeltaRuleKind& kind, DeltaForm form) {
   const char* name = form == DeltaForm::kChunkwise ? "chunkwise" : "recurrence";
   ops.push_back({kind.name + "_forward", name, [=](BenchPlace& place) {
                    const DeltaRuleBench b(place, s, kind, form);
@@ -220,7 +206,7 @@ void add_delta_rule(Ops& ops, const Sizes& s, const DeltaRuleKind& kind, DeltaFo
                  }});
 }
 
-void add_short_conv(Ops& ops, const Sizes& s) {
+void add_short_conv(Ops& ops, const BenchSizes& s) {
   const KdaConfig& kda = s.model.kda;
   const int64_t N = s.N, C = 3 * kda.num_heads * kda.head_dim, taps = kda.conv_size;
   const std::string sizes = fmt::format("[{}, {}], {} taps", N, C, taps);
@@ -242,65 +228,7 @@ void add_short_conv(Ops& ops, const Sizes& s) {
        }});
 }
 
-void add_attention(Ops& ops, const Sizes& s) {
-  const MlaConfig& mla = s.model.mla;
-  const int64_t N = s.N, H = mla.num_heads, K = mla.qk_nope_head_dim + mla.qk_rope_head_dim, V = mla.v_head_dim;
-  const double scale = 1.0 / std::sqrt(static_cast<double>(K));
-  const double flops = static_cast<double>(N * H * (K + V)) * static_cast<double>(s.T + 1);
-  const std::string sizes = fmt::format("{} x {} tokens, {} heads of {} / {}", s.rows, s.T, H, K, V);
-  ops.push_back({"attention_forward", "", [=](BenchPlace& place) {
-                   const Tensor q = place.random({N, H, K}), k = place.random({N, H, K}), v = place.random({N, H, V});
-                   const Tensor o = place.zeros({N, H, V}), lse = place.wide_zeros({N, H});
-                   return PreparedOp{sizes, flops, {q, k, v}, {o}, [=, &place] {
-                                       attention_forward(place.stream(), o, lse, q, k, v, scale, s.documents(),
-                                                         s.documents());
-                                     }};
-                 }});
-  ops.push_back(
-      {"attention_backward", "", [=](BenchPlace& place) {
-         const Tensor q = place.random({N, H, K}), k = place.random({N, H, K}), v = place.random({N, H, V});
-         const Tensor o = place.zeros({N, H, V}), lse = place.wide_zeros({N, H}), d_o = place.random({N, H, V});
-         const Tensor dq = place.zeros({N, H, K}), dk = place.zeros({N, H, K}), dv = place.zeros({N, H, V});
-         attention_forward(place.stream(), o, lse, q, k, v, scale, s.documents(), s.documents());
-         return PreparedOp{
-             sizes, 2 * flops, {q, k, v, o, d_o}, {dq, dk, dv}, [=, &place] {
-               attention_backward(place.stream(), {dq, dk, dv, d_o, q, k, v, o, lse, scale}, s.documents());
-             }};
-       }});
-}
-
-void add_mla_heads(Ops& ops, const Sizes& s) {
-  const MlaConfig& mla = s.model.mla;
-  const int64_t N = s.N, H = mla.num_heads, K = mla.qk_nope_head_dim, R = mla.qk_rope_head_dim, V = mla.v_head_dim;
-  const std::string sizes = fmt::format("[{}, {}, {} + {} + {}]", N, H, K, R, V);
-  ops.push_back({"mla_keys_values_forward", "", [=](BenchPlace& place) {
-                   const Tensor kv = place.random({N, H, K + V}), k_pe = place.random({N, R});
-                   const Tensor k = place.zeros({N, H, K + R}), v = place.zeros({N, H, V});
-                   return PreparedOp{sizes, 0, {kv, k_pe}, {k, v}, [=, &place] {
-                                       mla_keys_values_forward(place.stream(), k, v, kv, k_pe);
-                                     }};
-                 }});
-  ops.push_back({"mla_keys_values_backward", "", [=](BenchPlace& place) {
-                   const Tensor dk = place.random({N, H, K + R}), dv = place.random({N, H, V});
-                   const Tensor dkv = place.zeros({N, H, K + V}), dk_pe = place.zeros({N, R});
-                   return PreparedOp{sizes, 0, {dk, dv}, {dkv, dk_pe}, [=, &place] {
-                                       mla_keys_values_backward(place.stream(), dkv, dk_pe, dk, dv);
-                                     }};
-                 }});
-}
-
-void add_rotary(Ops& ops, const Sizes& s) {
-  const MlaConfig& mla = s.model.mla;
-  const int64_t N = s.N, H = mla.num_heads, size = std::max<int64_t>(2, mla.qk_rope_head_dim / 2 * 2);
-  const auto rope = std::make_shared<const Rope>(RopeKind::kInterleaved, 0, size, mla.rope_theta, mla.rope_scaling);
-  const std::string sizes = fmt::format("[{}, {}, {}]", N, H, size);
-  ops.push_back({"rotary_forward", "", [=](BenchPlace& place) {
-                   const Tensor x = place.random({N, H, size}), positions = place.ids(N, s.T);
-                   return PreparedOp{sizes, 0, {x}, {x}, [=, &place] { rope->forward(place.stream(), x, positions); }};
-                 }});
-}
-
-void add_norms(Ops& ops, const Sizes& s) {
+void add_norms(Ops& ops, const BenchSizes& s) {
   const int64_t N = s.N, D = s.D, H = s.model.kda.num_heads, K = s.model.kda.head_dim;
   const std::string sizes = fmt::format("[{}, {}]", N, D), head_sizes = fmt::format("[{}, {}, {}]", N, H, K);
   constexpr double kEps = 1e-5;
@@ -337,7 +265,7 @@ void add_norms(Ops& ops, const Sizes& s) {
                  }});
 }
 
-void add_swiglu(Ops& ops, const Sizes& s) {
+void add_swiglu(Ops& ops, const BenchSizes& s) {
   const int64_t N = s.N, F = s.model.mlp.intermediate_size;
   const std::string sizes = fmt::format("[{}, 2 x {}]", N, F);
   ops.push_back(
@@ -354,7 +282,7 @@ void add_swiglu(Ops& ops, const Sizes& s) {
                  }});
 }
 
-void add_vocabulary(Ops& ops, const Sizes& s) {
+void add_vocabulary(Ops& ops, const BenchSizes& s) {
   const int64_t N = s.N, D = s.D, V = s.V;
   const std::string sizes = fmt::format("[{}, {}] of {} rows", N, D, V);
   ops.push_back(
@@ -388,7 +316,7 @@ void add_vocabulary(Ops& ops, const Sizes& s) {
        }});
 }
 
-void add_optimizer(Ops& ops, const Sizes& s) {
+void add_optimizer(Ops& ops, const BenchSizes& s) {
   const Shape shape = {s.V, s.D};
   const std::string sizes = fmt::format("[{}, {}]", s.V, s.D);
   ops.push_back({"accumulate_norm_squared", "", [=](BenchPlace& place) {
@@ -416,7 +344,7 @@ void add_optimizer(Ops& ops, const Sizes& s) {
 }  // namespace
 
 std::vector<BenchOp> bench_ops(const Config& config) {
-  const Sizes s(config);
+  const BenchSizes s(config);
   const int64_t F = config.model.mlp.intermediate_size;
   Ops ops;
   add_linear(ops, s, "square", s.D, s.D);
@@ -427,13 +355,12 @@ std::vector<BenchOp> bench_ops(const Config& config) {
     if (device_of(config) == Device::kCpu) add_delta_rule(ops, s, kind, DeltaForm::kRecurrence);
   }
   add_short_conv(ops, s);
-  add_attention(ops, s);
-  add_mla_heads(ops, s);
-  add_rotary(ops, s);
+  add_attention_ops(ops, s);
   add_norms(ops, s);
   add_swiglu(ops, s);
   add_vocabulary(ops, s);
   add_expert_ops(ops, config);
+  add_sequence_ops(ops, config);
   add_optimizer(ops, s);
   return ops;
 }

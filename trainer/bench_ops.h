@@ -1,12 +1,14 @@
 // Every op at the sizes of a model, ready to be timed.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
 
 #include "kernels/arena.h"
+#include "kernels/documents.h"
 #include "kernels/stream.h"
 #include "trainer/config.h"
 
@@ -54,7 +56,21 @@ struct BenchOp {
   std::function<PreparedOp(BenchPlace&)> prepare;
 };
 
-// Of one micro-batch of rows. `config` is resolved.
+// Of one micro-batch of rows.
+struct BenchSizes {
+  explicit BenchSizes(const Config& config)
+      : rows(std::min(config.train.micro_batch, config.train.sequences_per_step)),
+        T(config.data.sequence_length),
+        N(rows * T),
+        D(config.model.hidden_size),
+        V(config.model.vocab_size),
+        model(config.model) {}
+  Documents documents() const { return Documents::rows(rows, T); }
+  int64_t rows, T, N, D, V;
+  ModelConfig model;
+};
+
+// `config` is resolved.
 std::vector<BenchOp> bench_ops(const Config& config);
 
 }  // namespace palimpsest

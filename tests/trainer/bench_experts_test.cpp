@@ -27,8 +27,10 @@ TEST(BenchExperts, OpsOfExpertsAreMeasuredWithTheirError) {
     }
   }
   EXPECT_EQ(std::fclose(null), 0);
-  for (const char* name : {"router_forward", "gather_expert_rows", "sum_expert_rows", "grouped_linear_forward",
-                           "grouped_linear_backward_input", "grouped_linear_backward_weight"})
+  for (const char* name :
+       {"router_forward", "router_backward", "scale_expert_rows_forward", "scale_expert_rows_backward",
+        "token_gate_forward", "token_gate_backward", "gather_expert_rows", "sum_expert_rows", "grouped_linear_forward",
+        "grouped_linear_backward_input", "grouped_linear_backward_weight"})
     EXPECT_TRUE(names.contains(name)) << name;
 }
 

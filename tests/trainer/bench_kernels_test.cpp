@@ -30,7 +30,9 @@ TEST(BenchKernels, MeasuresEveryOpAndItsError) {
     EXPECT_FALSE(bench.sizes.empty()) << bench.name;
     EXPECT_LT(bench.error, 1e-5) << bench.name << " " << bench.path << " " << bench.sizes;  // false of NaN too
   }
-  EXPECT_GE(names.size(), 30u);
+  EXPECT_GE(names.size(), 40u);
+  EXPECT_TRUE(names.contains("attention_prefix_backward cpu"));
+  EXPECT_TRUE(names.contains("affine_apply, adjoint cpu"));
   EXPECT_TRUE(names.contains("kda_backward cpu, chunkwise"));
   EXPECT_TRUE(names.contains("gdn_backward cpu, recurrence"));
   EXPECT_NE(to_text(benches).find("attention_backward"), std::string::npos);
