@@ -37,6 +37,7 @@ delta_rows cuda_test CudaDeltaRule.StatesLieInRowsThatDocumentsName
 delta_kinds cuda_test CudaDeltaRule.EveryKindMatchesTheCpu
 delta_sizes cuda_test CudaDeltaRule.OddSizesMatchTheCpu
 delta_levels cuda_test CudaDeltaRule.ChunkSizes*:CudaDeltaRule.First*
+delta_limits cuda_test CudaDeltaRuleLimits.*
 delta_long cuda_test CudaDeltaRule.ALongDocumentOfFewHeadsMatchesTheCpu
 golden_kda golden_ops_test *kda_*
 golden_others golden_ops_test -*kda_*
