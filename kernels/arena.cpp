@@ -17,9 +17,18 @@ std::byte* const kPlanningBase = std::bit_cast<std::byte*>(uintptr_t{1} << 60);
 
 constexpr int64_t kLargestRegion = int64_t{1} << 56;  // bytes; no machine has it, and sums of it do not overflow
 
-[[noreturn]] void throw_out_of_memory(const std::string& region, const std::string& needs, Device device) {
-  throw_user_error("out of memory: region '", region, "' needs ", needs, device == Device::kCuda ? " on the GPU" : "",
+[[noreturn]] void throw_out_of_memory(const std::string& region, const std::string& needs) {
+  throw_user_error("out of memory: region '", region, "' needs ", needs,
                    "; a smaller micro_batch, sequence_length or model, or activation_checkpointing: full, needs less");
+}
+
+std::string mib(int64_t bytes) {
+  return std::to_string(bytes >> 20) + " MiB";
+}
+
+// A host's memory is handed out before it is there, so nothing is known of it.
+std::string what_is_free(Device device) {
+  return device == Device::kCpu ? "" : " on the GPU, which has " + mib(gpu_properties().free_bytes) + " free";
 }
 
 // Bytes of a tensor; kLargestRegion where that many would not do.
@@ -52,7 +61,7 @@ Arena::Arena(std::string name, Device device, int64_t capacity_bytes) : Arena(st
   base_ =
       static_cast<std::byte*>(device == Device::kCpu ? std::aligned_alloc(kAlignment, static_cast<size_t>(capacity_))
                                                      : detail::allocate_on_gpu(capacity_));
-  if (base_ == nullptr) throw_out_of_memory(name_, std::to_string(capacity_ >> 20) + " MiB", device);
+  if (base_ == nullptr) throw_out_of_memory(name_, mib(capacity_) + what_is_free(device));
 }
 
 Arena::~Arena() {
@@ -74,7 +83,7 @@ Arena::Arena(Arena&& other) noexcept
 
 Tensor Arena::allocate(DType dtype, Shape shape) {
   const int64_t bytes = round_up(bytes_of(dtype, shape));
-  if (planning_ && used_ + bytes >= kLargestRegion) throw_out_of_memory(name_, "more than 2^56 bytes", device_);
+  if (planning_ && used_ + bytes >= kLargestRegion) throw_out_of_memory(name_, "more than 2^56 bytes");
   CHECK(planning_ || used_ + bytes <= capacity_, "region '", name_, "' is full: ", bytes, " bytes requested, ",
         capacity_ - used_, " of ", capacity_, " free");
   Tensor tensor(base_ + used_, dtype, shape, device_);

@@ -160,6 +160,20 @@ TEST(CudaMemory, StaysWithinThePlanAndStillDuringSteps) {
   EXPECT_EQ(memory_in_use(Device::kCuda) - before, taken);
 }
 
+TEST(CudaMemory, MoreThanThereIsIsAnErrorWithSizes) {
+  SKIP_WITHOUT_GPU();
+  use_gpu(0);
+  try {
+    const Arena arena("activations", Device::kCuda, int64_t{1} << 50);
+    FAIL();
+  } catch (const UserError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("'activations' needs 1073741824 MiB on the GPU, which has "), std::string::npos) << text;
+    EXPECT_NE(text.find(" MiB free; a smaller micro_batch"), std::string::npos) << text;
+  }
+  const Arena small("activations", Device::kCuda, 1 << 20);  // goes on
+}
+
 // Plans for the documents to come are made before the first step.
 TEST(CudaMemory, StepsOfPackedDocumentsTakeNone) {
   SKIP_WITHOUT_GPU();

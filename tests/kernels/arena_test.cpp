@@ -3,7 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <string>
 #include <utility>
+
+#include "tests/support/program.h"
 
 namespace palimpsest {
 namespace {
@@ -96,6 +99,17 @@ TEST(Arena, MemoryThatDoesNotExistIsAUserError) {
   EXPECT_THROW(Arena("activations", Device::kCpu, int64_t{1} << 60), UserError);
 #endif
   EXPECT_THROW(Arena("activations", Device::kCuda, int64_t{1} << 60), std::runtime_error);  // with a GPU or without
+}
+
+TEST(Arena, MemoryThatThereIsNotIsAnErrorOfOneLine) {
+  if (support::kSanitized) GTEST_SKIP() << "a sanitizer ends the process there";
+  try {
+    const Arena arena("activations", Device::kCpu, int64_t{1} << 55);
+    FAIL();
+  } catch (const UserError& error) {
+    const std::string text = error.what();
+    EXPECT_EQ(text.find("out of memory: region 'activations' needs 34359738368 MiB; a smaller "), 0U) << text;
+  }
 }
 
 }  // namespace
