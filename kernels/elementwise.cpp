@@ -9,11 +9,24 @@ void fill_zero(Stream& stream, Tensor y) {
   PALIMPSEST_DISPATCH(stream, fill_zero(stream, y));
 }
 
-void copy(Stream& stream, Tensor y, const Tensor& x) {
+namespace {
+
+void check_copy(const Stream& stream, const Tensor& y, const Tensor& x) {
   const DType dtype = floating_dtype(stream, "y", y);
   check_residual(stream, "x", x, dtype, x.shape());
   check_operand(stream, "y", y, dtype, x.shape());
+}
+
+}  // namespace
+
+void copy(Stream& stream, Tensor y, const Tensor& x) {
+  check_copy(stream, y, x);
   PALIMPSEST_DISPATCH(stream, copy(stream, y, x));
+}
+
+void copy_all(Stream& stream, std::span<const CopyOperands> operands) {
+  for (const CopyOperands& each : operands) check_copy(stream, each.y, each.x);
+  PALIMPSEST_DISPATCH(stream, copy_all(stream, operands));
 }
 
 void add(Stream& stream, Tensor y, const Tensor& a, const Tensor& b) {

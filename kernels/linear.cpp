@@ -1,5 +1,6 @@
 #include "kernels/linear.h"
 
+#include "kernels/elementwise.h"
 #include "kernels/op_check.h"
 
 namespace palimpsest {
@@ -27,6 +28,15 @@ void linear_backward_weight(Stream& stream, Tensor dw, const Tensor& dy, const T
   check_operand(stream, "x", x, dtype, {dy.dim(0), kAnyDim});
   check_operand(stream, "dw", dw, statistics_dtype(dtype), {dy.dim(1), x.dim(1)});
   PALIMPSEST_DISPATCH(stream, linear_backward_weight(stream, dw, dy, x));
+}
+
+Tensor rounded_weight(Stream& stream, const Tensor& w, DType dtype) {
+  if (w.dtype() == dtype) return w;
+  constexpr int64_t kRow = 8;  // elements: rows start on 16 bytes
+  const Tensor room = stream.scratch().allocate(dtype, {w.dim(0), (w.dim(1) + kRow - 1) / kRow * kRow});
+  const Tensor rounded = room.columns(0, w.dim(1));
+  copy(stream, rounded, w);
+  return rounded;
 }
 
 }  // namespace palimpsest

@@ -17,6 +17,9 @@ PALIMPSEST_OP(linear_backward_input, Stream& stream, Tensor dx, const Tensor& dy
 // dw [O, I] += dy [N, O]^T x [N, I]. Gradients of weights always accumulate.
 PALIMPSEST_OP(linear_backward_weight, Stream& stream, Tensor dw, const Tensor& dy, const Tensor& x);
 
+// w [O, I] in the operands' dtype: itself, or rounded in scratch memory. For who multiplies by it several times.
+Tensor rounded_weight(Stream& stream, const Tensor& w, DType dtype);
+
 // Multiplies two 96 x 96 matrices with the BLAS and with a plain loop, in f32 and f64. Some old OpenBLAS releases
 // compute wrong products on processors they do not know; a mismatch throws a UserError that names OPENBLAS_CORETYPE.
 void check_blas();

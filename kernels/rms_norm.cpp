@@ -48,7 +48,8 @@ void gated_rms_norm_forward(Stream& stream, Tensor y, Tensor rstd, const Tensor&
 }
 
 void gated_rms_norm_backward(Stream& stream, Tensor d_o, Tensor dz, Tensor dw, const Tensor& dy, const Tensor& o,
-                             const Tensor& z, const Tensor& w, const Tensor& rstd, GateActivation activation) {
+                             const Tensor& z, const Tensor& w, const Tensor& rstd, GateActivation activation,
+                             const Tensor& y) {
   const DType dtype = check_norm(stream, "o", o, w, rstd);
   CHECK(o.num_dims() == 3, "o is ", o.str(), ", expected [N, H, V]");
   check_operand(stream, "z", z, dtype, o.shape());
@@ -56,8 +57,9 @@ void gated_rms_norm_backward(Stream& stream, Tensor d_o, Tensor dz, Tensor dw, c
   check_operand(stream, "d_o", d_o, dtype, o.shape());
   check_operand(stream, "dz", dz, dtype, o.shape());
   check_contiguous_operand(stream, "dw", dw, statistics_dtype(dtype), w.shape());
+  if (y.defined()) check_operand(stream, "y", y, dtype, o.shape());
   count_token_sums(stream, dw.dtype(), o.dim(0), 2 * w.numel());
-  PALIMPSEST_DISPATCH(stream, gated_rms_norm_backward(stream, d_o, dz, dw, dy, o, z, w, rstd, activation));
+  PALIMPSEST_DISPATCH(stream, gated_rms_norm_backward(stream, d_o, dz, dw, dy, o, z, w, rstd, activation, y));
 }
 
 }  // namespace palimpsest

@@ -25,8 +25,9 @@ enum class GateActivation : uint8_t { kSigmoid, kSilu };
 // o, z, y [N, H, V] (rows may be spaced); w [V]; rstd [N, H], overwritten, kept for backward.
 PALIMPSEST_OP(gated_rms_norm_forward, Stream& stream, Tensor y, Tensor rstd, const Tensor& o, const Tensor& z,
               const Tensor& w, double eps, GateActivation activation);
-// d_o and dz overwritten; dw [V] accumulated.
+// d_o and dz overwritten; dw [V] accumulated. y, where it is there, is computed again and overwritten.
 PALIMPSEST_OP(gated_rms_norm_backward, Stream& stream, Tensor d_o, Tensor dz, Tensor dw, const Tensor& dy,
-              const Tensor& o, const Tensor& z, const Tensor& w, const Tensor& rstd, GateActivation activation);
+              const Tensor& o, const Tensor& z, const Tensor& w, const Tensor& rstd, GateActivation activation,
+              const Tensor& y = {});
 
 }  // namespace palimpsest

@@ -258,9 +258,10 @@ void add_norms(Ops& ops, const BenchSizes& s) {
                    const Tensor dy = place.random({N, H, K}), o = place.random({N, H, K}), z = place.random({N, H, K});
                    const Tensor w = place.wide_random({K}), rstd = place.wide_random({N, H});
                    const Tensor d_o = place.zeros({N, H, K}), dz = place.zeros({N, H, K}), dw = place.wide_zeros({K});
-                   return PreparedOp{head_sizes, 0, {dy, o, z}, {d_o, dz}, [=, &place] {
+                   const Tensor y = place.zeros({N, H, K});
+                   return PreparedOp{head_sizes, 0, {dy, o, z}, {d_o, dz, y}, [=, &place] {
                                        gated_rms_norm_backward(place.stream(), d_o, dz, dw, dy, o, z, w, rstd,
-                                                               GateActivation::kSigmoid);
+                                                               GateActivation::kSigmoid, y);
                                      }};
                  }});
 }

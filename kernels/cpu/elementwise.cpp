@@ -29,6 +29,10 @@ void copy(Stream&, Tensor y, const Tensor& x) {
   });
 }
 
+void copy_all(Stream& stream, std::span<const CopyOperands> operands) {
+  for (const CopyOperands& each : operands) cpu::copy(stream, each.y, each.x);
+}
+
 void add(Stream&, Tensor y, const Tensor& a, const Tensor& b) {
   with_residual(b.dtype(), a.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);

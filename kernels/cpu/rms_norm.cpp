@@ -121,11 +121,14 @@ void gated_forward(const Tensor& y, const Tensor& rstd, const Tensor& o, const T
 
 template <GateActivation kActivation, class T>
 void gated_backward(Stream& stream, const Tensor& d_o, const Tensor& dz, const Tensor& dw, const Tensor& dy,
-                    const Tensor& o, const Tensor& z, const Tensor& w, const Tensor& rstd) {
+                    const Tensor& o, const Tensor& z, const Tensor& w, const Tensor& rstd, const Tensor& y) {
   const Rows<T> dz_rows(dz), z_rows(z);
-  const auto row = [dz_rows, z_rows, weight = w.data<T>()](int64_t n, int64_t at) {
-    return [weight, gate = z_rows[n] + at, to_gate = dz_rows[n] + at](int64_t i, T x, T d, T& sum) {
+  T* y_data = y.defined() ? y.data<T>() : nullptr;
+  const auto row = [dz_rows, z_rows, y_data, y_stride = y.row_stride(), weight = w.data<T>()](int64_t n, int64_t at) {
+    T* to_y = y_data == nullptr ? nullptr : y_data + n * y_stride + at;
+    return [weight, gate = z_rows[n] + at, to_gate = dz_rows[n] + at, to_y](int64_t i, T x, T d, T& sum) {
       const T open = gate_of<kActivation>(gate[i]);
+      if (to_y != nullptr) to_y[i] = weight[i] * x * open;
       to_gate[i] = d * weight[i] * x * gate_slope<kActivation>(gate[i]);
       sum += d * x * open;
       return d * weight[i] * open;
@@ -173,13 +176,14 @@ void gated_rms_norm_forward(Stream&, Tensor y, Tensor rstd, const Tensor& o, con
 }
 
 void gated_rms_norm_backward(Stream& stream, Tensor d_o, Tensor dz, Tensor dw, const Tensor& dy, const Tensor& o,
-                             const Tensor& z, const Tensor& w, const Tensor& rstd, GateActivation activation) {
+                             const Tensor& z, const Tensor& w, const Tensor& rstd, GateActivation activation,
+                             const Tensor& y) {
   with_real(o.dtype(), [&](auto zero) {
     using T = decltype(zero);
     if (activation == GateActivation::kSigmoid)
-      gated_backward<GateActivation::kSigmoid, T>(stream, d_o, dz, dw, dy, o, z, w, rstd);
+      gated_backward<GateActivation::kSigmoid, T>(stream, d_o, dz, dw, dy, o, z, w, rstd, y);
     else
-      gated_backward<GateActivation::kSilu, T>(stream, d_o, dz, dw, dy, o, z, w, rstd);
+      gated_backward<GateActivation::kSilu, T>(stream, d_o, dz, dw, dy, o, z, w, rstd, y);
   });
 }
 

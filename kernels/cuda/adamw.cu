@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "kernels/cuda/batch.cuh"
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/reduce.cuh"
 
@@ -11,42 +12,8 @@ namespace palimpsest::cuda {
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kBatchThreads;
 constexpr int64_t kNormBlocks = 528, kMaxBlocks = 4224;
-
-// Flat arrays that one launch goes through, each with blocks of its own. `arrays` are pointers to those of one index.
-constexpr int kMostArrays = 48;
-
-template <class Arrays>
-struct Batch {
-  int count = 0;
-  int first_block[kMostArrays + 1] = {};
-  int64_t n[kMostArrays] = {};
-  Arrays arrays[kMostArrays] = {};
-
-  int blocks() const { return first_block[count]; }
-  void add(int64_t length, int64_t its_blocks, const Arrays& its_arrays) {
-    n[count] = length;
-    arrays[count] = its_arrays;
-    first_block[count + 1] = first_block[count] + static_cast<int>(its_blocks);
-    ++count;
-  }
-  // Which array this block works on.
-  __device__ int index() const {
-    int i = 0;
-    while (static_cast<int>(blockIdx.x) >= first_block[i + 1]) ++i;
-    return i;
-  }
-  // Of array i: the first element of this thread, and those from one of its packs to the next.
-  template <int kPack>
-  __device__ int64_t begin(int i) const {
-    return (static_cast<int64_t>(static_cast<int>(blockIdx.x) - first_block[i]) * kThreads + threadIdx.x) * kPack;
-  }
-  template <int kPack>
-  __device__ int64_t step(int i) const {
-    return static_cast<int64_t>(first_block[i + 1] - first_block[i]) * kThreads * kPack;
-  }
-};
 
 // sums [gridDim.x]: each block's share of sum x^2.
 template <int kPack>
@@ -56,6 +23,7 @@ __global__ void square_kernel(double* sums, const __grid_constant__ Batch<const 
   const float* x = batch.arrays[which];
   const int64_t n = batch.n[which], step = batch.template step<kPack>(which);
   double own = 0;
+#pragma unroll 4
   for (int64_t i = batch.template begin<kPack>(which); i < n; i += step) {
     float values[kPack];
     load(x + i, values);
@@ -154,16 +122,14 @@ int64_t blocks_for(int64_t n, int pack, int64_t most) {
   return std::min(most, ceil_div(n, static_cast<int64_t>(kThreads) * pack));
 }
 
-// with_pack for flat arrays: their length must divide too.
+// Whether flat arrays of this length can be moved in packs.
 bool fits_pack(std::initializer_list<const Tensor*> tensors) {
-  return std::all_of(tensors.begin(), tensors.end(), [](const Tensor* tensor) {
-    return tensor->numel() % 4 == 0 && reinterpret_cast<uintptr_t>(tensor->raw()) % 16 == 0;
-  });
+  return moves_in_packs(tensors, (*tensors.begin())->numel(), kWidestPack<float>);
 }
 template <class Body>
 void with_flat_pack(bool fits, Body body) {
   if (fits)
-    body(std::integral_constant<int, 4>{});
+    body(std::integral_constant<int, kWidestPack<float>>{});
   else
     body(std::integral_constant<int, 1>{});
 }

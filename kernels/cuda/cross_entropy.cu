@@ -22,28 +22,38 @@ TokenStats* stats_of(const Tensor& stats) {
   return reinterpret_cast<TokenStats*>(stats.data<float>());
 }
 
+// A row is read once: a thread's sum is of powers beside its own maximum so far.
 template <int kPack, class T>
-__global__ void stats_kernel(TokenStats* stats, Rows<T> logits, const int32_t* targets, int64_t Vl,
-                             int64_t vocab_begin) {
+__global__ __launch_bounds__(kThreads) void stats_kernel(TokenStats* stats, Rows<T> logits, const int32_t* targets,
+                                                         int64_t Vl, int64_t vocab_begin) {
+  constexpr int kAhead = 4;  // packs that are loaded before the first is used
   __shared__ float room[kWarp];
   const int64_t n = blockIdx.x;
   const T* row = logits[n];
-  float maximum = -INFINITY;
-  for (int64_t i = static_cast<int64_t>(threadIdx.x) * kPack; i < Vl; i += kThreads * kPack) {
-    float x[kPack];
-    load(row + i, x);
+  float maximum = -INFINITY, sum = 0.0F;
+  for (int64_t first = static_cast<int64_t>(threadIdx.x) * kPack; first < Vl; first += kAhead * kThreads * kPack) {
+    float x[kAhead][kPack], most = maximum;
 #pragma unroll
-    for (int c = 0; c < kPack; ++c) maximum = x[c] > maximum ? x[c] : maximum;
+    for (int k = 0; k < kAhead; ++k) load(row + min(first + k * kThreads * kPack, Vl - kPack), x[k]);
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k)
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) most = x[k][c] > most ? x[k][c] : most;
+    if (most > maximum) {
+      sum *= exp_of<T>(maximum - most);  // 0 at first
+      maximum = most;
+    }
+    const float beside = maximum == -INFINITY ? 0.0F : maximum;
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (first + k * kThreads * kPack >= Vl) break;
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) sum += exp_of<T>(x[k][c] - beside);
+    }
   }
+  const float own_maximum = maximum;
   maximum = block_max(maximum, room);
-  float sum = 0.0F;
-  for (int64_t i = static_cast<int64_t>(threadIdx.x) * kPack; i < Vl; i += kThreads * kPack) {
-    float x[kPack];
-    load(row + i, x);
-#pragma unroll
-    for (int c = 0; c < kPack; ++c) sum += expf(x[c] - maximum);
-  }
-  sum = block_sum(sum, room);
+  sum = block_sum(sum == 0.0F ? 0.0F : sum * expf(own_maximum - maximum), room);
   if (threadIdx.x != 0) return;
   const int64_t local = targets[n] - vocab_begin;
   const bool here = targets[n] != kIgnoreTarget && local >= 0 && local < Vl;
@@ -89,7 +99,7 @@ __global__ void backward_kernel(Rows<T> logits, const TokenStats* stats, const i
     load(row + i, x);
 #pragma unroll
     for (int c = 0; c < kPack; ++c) {
-      x[c] = scored ? scale * expf(x[c] - maximum) : 0.0F;
+      x[c] = scored ? scale * exp_of<T>(x[c] - maximum) : 0.0F;
       if (i + c == target) x[c] -= static_cast<float>(grad_scale);
     }
     store(row + i, x);
@@ -110,7 +120,7 @@ void cross_entropy_stats(Stream& stream, Tensor stats, const Tensor& logits, con
                          int64_t vocab_begin) {
   with_float(logits.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    with_pack({&logits}, logits.dim(1), [&](auto pack) {
+    with_pack<kWidestPack<T>>({&logits}, logits.dim(1), [&](auto pack) {
       launch(stream, stats_kernel<decltype(pack)::value, T>, {.grid_x = logits.dim(0), .threads = kThreads},
              stats_of(stats), Rows<T>(logits), targets.data<int32_t>(), logits.dim(1), vocab_begin);
     });
@@ -134,7 +144,7 @@ void cross_entropy_backward(Stream& stream, Tensor logits, const Tensor& stats, 
                             int64_t vocab_begin, double z_loss, double grad_scale) {
   with_float(logits.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    with_pack({&logits}, logits.dim(1), [&](auto pack) {
+    with_pack<kWidestPack<T>>({&logits}, logits.dim(1), [&](auto pack) {
       launch(stream, backward_kernel<decltype(pack)::value, T>, {.grid_x = logits.dim(0), .threads = kThreads},
              Rows<T>(logits), stats_of(stats), targets.data<int32_t>(), logits.dim(1), vocab_begin, z_loss, grad_scale);
     });

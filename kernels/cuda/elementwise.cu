@@ -1,6 +1,7 @@
 // Elementwise ops. Grid: x over packs of neighbours in a row, y over rows; tensors without gaps count as one row.
 #include "kernels/elementwise.h"
 
+#include "kernels/cuda/batch.cuh"
 #include "kernels/cuda/elementwise.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/numbers.cuh"
@@ -105,6 +106,26 @@ struct Convert {
   }
 };
 
+struct RoundedArrays {
+  bf16* to;
+  const float* from;
+};
+
+// A block takes kPacks packs of each of its threads.
+constexpr int kRoundedPack = kWidestPack<bf16>, kPacks = 2;
+
+__global__ void round_all_kernel(const __grid_constant__ Batch<RoundedArrays> batch) {
+  const int which = batch.index();
+  const auto [to, from] = batch.arrays[which];
+  const int64_t n = batch.n[which], step = batch.template step<kRoundedPack>(which);
+#pragma unroll kPacks
+  for (int64_t i = batch.template begin<kRoundedPack>(which); i < n; i += step) {
+    float x[kRoundedPack];
+    load(from + i, x);
+    store(to + i, x);
+  }
+}
+
 }  // namespace
 
 void widen_to_f32(const Stream& stream, const Tensor& to, const Tensor& from) {
@@ -142,6 +163,25 @@ void copy(Stream& stream, Tensor y, const Tensor& x) {
       width, static_cast<size_t>(x.numel() / x.row_size()), cudaMemcpyDeviceToDevice, queue_of(stream)));
 }
 
+void copy_all(Stream& stream, std::span<const CopyOperands> operands) {
+  Batch<RoundedArrays> batch;
+  const auto send = [&] {
+    launch(stream, round_all_kernel, {.grid_x = batch.blocks(), .threads = kBatchThreads}, batch);
+    batch = {};
+  };
+  for (const auto& [y, x] : operands) {
+    const int64_t n = x.numel();
+    if (x.dtype() == y.dtype() || !x.contiguous() || !y.contiguous() || !moves_in_packs({&y, &x}, n, kRoundedPack)) {
+      cuda::copy(stream, y, x);
+      continue;
+    }
+    if (n == 0) continue;
+    batch.add(n, ceil_div(n, int64_t{kBatchThreads} * kRoundedPack * kPacks), {y.data<bf16>(), x.data<float>()});
+    if (batch.count == kMostArrays) send();
+  }
+  send();
+}
+
 void add(Stream& stream, Tensor y, const Tensor& a, const Tensor& b) {
   if (a.dtype() == DType::kF64) {
     launch(stream, map_kernel<1, AddWide>, {.grid_x = ceil_div(a.row_size(), 256), .grid_y = min(a.dim(0), kMaxGridY)},
@@ -172,15 +212,6 @@ void sigmoid_gate_backward(Stream& stream, Tensor dx, Tensor dz, const Tensor& d
     using T = decltype(zero);
     return SigmoidGateBackward<decltype(pack)::value, T>{Rows<T>(dx), Rows<T>(dz), Rows<T>(dy), Rows<T>(x), Rows<T>(z)};
   });
-}
-
-Tensor rounded(const Stream& stream, const Tensor& w, DType dtype) {
-  if (w.dtype() == dtype) return w;
-  constexpr int64_t kRow = 8;  // elements: rows start on 16 bytes
-  const Tensor room = stream.scratch().allocate(dtype, {w.dim(0), ceil_div(w.dim(1), kRow) * kRow});
-  const Tensor copy = room.columns(0, w.dim(1));
-  round_to_bf16(stream, copy, w);
-  return copy;
 }
 
 }  // namespace palimpsest::cuda

@@ -5,9 +5,6 @@
 
 namespace palimpsest::cuda {
 
-// A weight [N, C] in the operands' dtype: itself, or f32 rounded to bf16 in scratch memory.
-Tensor rounded(const Stream& stream, const Tensor& w, DType dtype);
-
 // to = from, of one shape: bf16 in f32, and f32 rounded to bf16.
 void widen_to_f32(const Stream& stream, const Tensor& to, const Tensor& from);
 void round_to_bf16(const Stream& stream, const Tensor& to, const Tensor& from);

@@ -8,7 +8,6 @@
 //   forward, backward input    grid: slots of kTile rows of an expert x tiles of columns. Tile t of the expert whose
 //                              rows begin at b has slot b / kTile + e + t; some slots stay empty.
 //   backward weight            grid: experts x tiles of the matrix; the sum goes over the expert's rows
-#include "kernels/cuda/elementwise.h"
 #include "kernels/cuda/tile.cuh"
 #include "kernels/expert_rows.h"
 
@@ -183,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
 template <Along kB>
 void multiply_rows(Stream& stream, const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& offsets) {
   const Arena::Scope scope(stream.scratch());
-  const Tensor weight = rounded(stream, w, x.dtype());
+  const Tensor weight = rounded_weight(stream, w, x.dtype());
   const int64_t E = offsets.dim(0) - 1, O = y.dim(1), I = x.dim(1);
   with_float(x.dtype(), [&](auto zero) {
     using T = decltype(zero);

@@ -8,7 +8,6 @@
 
 #include <bit>
 
-#include "kernels/cuda/elementwise.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/numbers.cuh"
 
@@ -103,13 +102,13 @@ void product(const Stream& stream, const Tensor& c, int64_t K, const Operand& a,
 
 void linear_forward(Stream& stream, Tensor y, const Tensor& x, const Tensor& w, Write write) {
   const Arena::Scope scope(stream.scratch());
-  const Tensor weight = rounded(stream, w, x.dtype());
+  const Tensor weight = rounded_weight(stream, w, x.dtype());
   product(stream, y, x.dim(1), {x, Side::kPlain}, {weight, Side::kTransposed}, write);
 }
 
 void linear_backward_input(Stream& stream, Tensor dx, const Tensor& dy, const Tensor& w, Write write) {
   const Arena::Scope scope(stream.scratch());
-  const Tensor weight = rounded(stream, w, dy.dtype());
+  const Tensor weight = rounded_weight(stream, w, dy.dtype());
   product(stream, dx, dy.dim(1), {dy, Side::kPlain}, {weight, Side::kPlain}, write);
 }
 

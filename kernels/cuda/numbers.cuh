@@ -38,11 +38,18 @@ __device__ inline float sigmoid(float x) {
   return 1.0F / (1.0F + expf(-x));
 }
 
+// 2^x.
+__device__ inline float rough_exp2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+constexpr float kLog2OfE = 1.4426950408889634F;
+
 // For what is rounded to bf16: a relative error of some 1e-6 where |x| < 20, at a third of the instructions.
 __device__ inline float rough_sigmoid(float x) {
-  float power, inverse;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634F));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0F + power));
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0F + rough_exp2(x * -kLog2OfE)));
   return inverse;
 }
 
@@ -51,40 +58,51 @@ template <class T>
 __device__ inline float sigmoid_for(float x) {
   return std::is_same_v<T, bf16> ? rough_sigmoid(x) : sigmoid(x);
 }
+// The same of an x of type T, with an error of 1e-6 or so where -20 < x < 0.
+template <class T>
+__device__ inline float exp_of(float x) {
+  return std::is_same_v<T, bf16> ? rough_exp2(x * kLog2OfE) : expf(x);
+}
 
-// 4, 8 or 16 bytes of global memory in one access. Stores say so to the assembler: compilers cut a struct that is
-// stored into an access for each of its members.
+// 4, 8 or 16 bytes of global memory in one access, 32 in two. Stores say so to the assembler: compilers cut a struct
+// that is stored into an access for each of its members.
 template <int kWords>
 using Words = std::conditional_t<kWords == 4, uint4, std::conditional_t<kWords == 2, uint2, unsigned>>;
 
 template <int kWords>
 __device__ inline void load_words(const void* from, unsigned (&words)[kWords]) {
-  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
-  const Words<kWords> all = *static_cast<const Words<kWords>*>(from);
-  if constexpr (kWords == 1) {
-    words[0] = all;
-  } else {
-    words[0] = all.x;
-    words[1] = all.y;
-  }
-  if constexpr (kWords == 4) {
-    words[2] = all.z;
-    words[3] = all.w;
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4 || kWords == 8);
+  constexpr int kAtOnce = kWords < 4 ? kWords : 4;
+#pragma unroll
+  for (int i = 0; i < kWords; i += kAtOnce) {
+    const Words<kAtOnce> all = static_cast<const Words<kAtOnce>*>(from)[i / kAtOnce];
+    if constexpr (kWords == 1) {
+      words[i] = all;
+    } else {
+      words[i] = all.x;
+      words[i + 1] = all.y;
+    }
+    if constexpr (kWords >= 4) {
+      words[i + 2] = all.z;
+      words[i + 3] = all.w;
+    }
   }
 }
 
 template <int kWords>
 __device__ inline void store_words(void* to, const unsigned (&words)[kWords]) {
-  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4 || kWords == 8);
   const size_t place = __cvta_generic_to_global(to);
   if constexpr (kWords == 1)
     asm volatile("st.global.b32 [%0], %1;" ::"l"(place), "r"(words[0]) : "memory");
   else if constexpr (kWords == 2)
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(place), "r"(words[0]), "r"(words[1]) : "memory");
   else
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                 "r"(words[3])
-                 : "memory");
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(place + 4 * i), "r"(words[i]), "r"(words[i + 1]),
+                   "r"(words[i + 2]), "r"(words[i + 3])
+                   : "memory");
 }
 
 // Two neighbours in bf16, the first in the lower half; bf16 is the upper half of an f32.
@@ -99,7 +117,8 @@ __device__ inline float second_of(unsigned pair) {
   return __uint_as_float(pair & 0xffff0000U);
 }
 
-// kPack neighbours, moved in one access; the address is a multiple of their size. Pack: as they lie in memory.
+// kPack neighbours, moved in one access, or two of 16 bytes; the address is a multiple of their size. Pack: as they lie
+// in memory.
 template <int kPack, class T>
 struct Pack {
   unsigned words[kPack * sizeof(T) / 4];
@@ -183,16 +202,29 @@ void with_residual(DType dtype, DType residual, Body body) {
   });
 }
 
-// Whether the rows of all these tensors, cut into pieces of `size` elements, can be moved in packs.
+// Whether all of these are multiples of `bytes`.
+inline bool aligned_to(int64_t bytes, std::initializer_list<const void*> addresses) {
+  for (const void* address : addresses)
+    if (reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) != 0) return false;
+  return true;
+}
+
+// Whether the rows of all these tensors, cut into pieces of `size` elements, can be moved in packs. A piece may be a
+// whole tensor without gaps.
 inline bool moves_in_packs(std::initializer_list<const Tensor*> tensors, int64_t size, int pack) {
   bool fits = size % pack == 0;
   for (const Tensor* tensor : tensors) {
     if (!tensor->defined()) continue;
-    fits = fits && (tensor->num_dims() == 1 || tensor->row_stride() % pack == 0) &&
-           reinterpret_cast<uintptr_t>(tensor->raw()) % static_cast<uintptr_t>(pack * size_of(tensor->dtype())) == 0;
+    const bool one_piece = tensor->num_dims() == 1 || tensor->numel() == size;
+    fits = fits && (one_piece || tensor->row_stride() % pack == 0) &&
+           aligned_to(pack * size_of(tensor->dtype()), {tensor->raw()});
   }
   return fits;
 }
+
+// Elements of 16 bytes, the most that one access moves.
+template <class T>
+constexpr int kWidestPack = 16 / static_cast<int>(sizeof(T));
 
 // Calls body(std::integral_constant<int, pack>) with as many neighbours, kMost or 1, as these can be moved in.
 template <int kMost = 4, class Body>

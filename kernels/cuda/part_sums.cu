@@ -53,10 +53,9 @@ __global__ void sum_parts_kernel(T* out, const T* own, int own_rank, const std::
 template <class T, class Sum>
 void run(cudaStream_t queue, const Tensor& out, const void* own, int own_rank, const void* rows, int64_t row_bytes,
          int count) {
-  constexpr int kWide = static_cast<int>(16 / sizeof(T));
+  constexpr int kWide = kWidestPack<T>;
   const int64_t n = out.numel();
-  const auto at_16 = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; };
-  const bool fits = n % kWide == 0 && at_16(out.raw()) && at_16(own) && at_16(rows) && row_bytes % 16 == 0;
+  const bool fits = n % kWide == 0 && row_bytes % 16 == 0 && aligned_to(16, {out.raw(), own, rows});
   const auto with_pack = [&](auto pack) {
     constexpr int kPack = decltype(pack)::value;
     const int64_t blocks = std::min<int64_t>(kMaxBlocks, (n + kThreads * kPack - 1) / (kThreads * kPack));

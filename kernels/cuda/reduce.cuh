@@ -5,10 +5,11 @@
 
 namespace palimpsest::cuda {
 
-template <class T>
+// Over each kLanes neighbouring lanes, in all of them.
+template <int kLanes = kWarp, class T>
 __device__ inline T warp_sum(T x) {
 #pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kAllLanes, x, distance);
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kAllLanes, x, distance);
   return x;
 }
 

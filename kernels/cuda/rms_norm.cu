@@ -1,4 +1,5 @@
-// RMSNorm and its gated kind. A warp takes a row (one head of one token), its lanes packs of neighbours.
+// RMSNorm and its gated kind. A warp takes a row (one head of one token), its lanes packs of neighbours. The gated norm
+// of bf16 has kernels of its own: its rows are so short that kLanes lanes take one, and they load several ahead.
 //
 // With n = x * rstd and dn = dy * w:   dx = rstd * (dn - n * mean(dn * n)),   dw = sum over tokens of dy * n.
 // The gated norm has y = w * n * phi(z), so dn = dy * w * phi(z), dw gains phi(z), and dz = dy * w * n * phi'(z).
@@ -15,7 +16,8 @@ namespace palimpsest::cuda {
 
 namespace {
 
-constexpr int64_t kSumBlocks = 528;  // of backward at most: four for each multiprocessor of an H200
+constexpr int kProcessors = 132;                 // of an H200
+constexpr int64_t kSumBlocks = 4 * kProcessors;  // of backward at most
 
 struct NormShape {
   explicit NormShape(const Tensor& x) : N(x.dim(0)), H(x.num_dims() == 3 ? x.dim(1) : 1), D(x.dim(-1)) {
@@ -90,6 +92,64 @@ __global__ void norm_fwd_kernel(NormShape shape, Rows<T> y, float* rstd, Rows<R>
   }
 }
 
+// A pack of 16 bytes of each row that a lane takes part in; rows are heads of at most kLanes packs.
+constexpr int kShortPack = kWidestPack<bf16>;
+constexpr int kShortRows = 4, kShortBackwardRows = 1;  // of a group of kLanes lanes at a time
+
+constexpr int kShortBlocks = 3;  // of backward on a multiprocessor
+
+// Where this lane is in the rows: a warp has kRows times as many neighbouring rows as it has groups of lanes.
+template <int kLanes, int kRows>
+struct ShortPlace {
+  static constexpr int kRowsOfWarp = kWarp / kLanes * kRows;
+
+  __device__ explicit ShortPlace(const NormShape& shape)
+      : group(static_cast<int>(threadIdx.x) % kWarp / kLanes),
+        column(static_cast<int>(threadIdx.x) % kLanes * kShortPack),
+        inside(column < static_cast<int>(shape.D)),
+        loaded(min(column, static_cast<int>(shape.D) - kShortPack)) {}
+  __device__ int row(int first, int j) const { return first + j * (kWarp / kLanes) + group; }
+
+  int group, column;
+  bool inside;  // the row
+  int loaded;   // column that is loaded: what lies beyond the row is not read
+};
+
+template <int kLanes, class Gate>
+__global__ __launch_bounds__(256) void short_fwd_kernel(NormShape shape, Rows<bf16> y, float* rstd, Rows<bf16> x,
+                                                        Rows<bf16> z, const float* w, float eps) {
+  constexpr int kRows = kShortRows, kPack = kShortPack;
+  const ShortPlace<kLanes, kRows> place(shape);
+  const int warp = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / kWarp);
+  const int first = warp * place.kRowsOfWarp, num_rows = static_cast<int>(shape.num_rows());
+  Pack<kPack, bf16> values[kRows], gates[kRows];
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    const int r = min(place.row(first, j), num_rows - 1);
+    values[j] = load_pack<kPack>(head_row(x, shape, r) + place.loaded);
+    gates[j] = load_pack<kPack>(head_row(z, shape, r) + place.loaded);
+  }
+  float weight[kPack];
+  load(w + place.loaded, weight);
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    const int r = place.row(first, j);
+    float value[kPack], gate[kPack], square = 0.0F;
+    values[j].unpack(value);
+    gates[j].unpack(gate);
+#pragma unroll
+    for (int c = 0; c < kPack; ++c) square += value[c] * value[c];
+    square = warp_sum<kLanes>(place.inside ? square : 0.0F);
+    const float factor = 1.0F / sqrtf(square / static_cast<float>(shape.D) + eps);
+    if (r >= num_rows || !place.inside) continue;
+    if (place.column == 0) rstd[r] = factor;
+#pragma unroll
+    for (int c = 0; c < kPack; ++c)
+      value[c] = weight[c] * (value[c] * factor) * gate_of<Gate::kActivation>(gate[c], rough_sigmoid(gate[c]));
+    store(head_row(y, shape, r) + place.column, value);
+  }
+}
+
 // sums [blocks, D]: this block's row, of the sums [warps, D] of its warps.
 __device__ inline void add_warp_sums(float* sums, const float* warp_sums, int64_t D) {
   const int num_warps = static_cast<int>(blockDim.x) / kWarp;
@@ -104,7 +164,7 @@ __device__ inline void add_warp_sums(float* sums, const float* warp_sums, int64_
 // Shared memory: [warps, D] f32, the warps' sums of dw.
 template <int kPack, class T, class R, class Gate>
 __global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* sums, Rows<T> dy, Rows<R> x, Rows<T> z,
-                                const float* w, const float* rstd, float centre, Write write) {
+                                const float* w, const float* rstd, float centre, Write write, Rows<T> y) {
   extern __shared__ float warp_sums[];
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   const int num_warps = static_cast<int>(blockDim.x) / kWarp;
@@ -142,14 +202,17 @@ __global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* 
 #pragma unroll
       for (int c = 0; c < kPack; ++c) value[c] *= factor;
       if constexpr (Gate::kGated) {
-        float gate[kPack], d_gate[kPack];
+        float gate[kPack], d_gate[kPack], again[kPack];
         load(head_row(z, shape, r) + i, gate);
 #pragma unroll
         for (int c = 0; c < kPack; ++c) {
-          d_gate[c] = d[c] * weight[c] * value[c] * gate_slope<Gate::kActivation>(gate[c], sigmoid_for<T>(gate[c]));
-          d[c] *= gate_of<Gate::kActivation>(gate[c], sigmoid_for<T>(gate[c]));
+          const float open = sigmoid_for<T>(gate[c]), factor_of_gate = gate_of<Gate::kActivation>(gate[c], open);
+          d_gate[c] = d[c] * weight[c] * value[c] * gate_slope<Gate::kActivation>(gate[c], open);
+          d[c] *= factor_of_gate;
+          again[c] = weight[c] * value[c] * factor_of_gate;
         }
         store(head_row(dz, shape, r) + i, d_gate);
+        if (y.data != nullptr) store(head_row(y, shape, r) + i, again);
       }
 #pragma unroll
       for (int c = 0; c < kPack; ++c) {
@@ -168,11 +231,13 @@ __global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* 
   add_warp_sums(sums, warp_sums, D);
 }
 
-// The same for rows of at most kChunks packs a lane, which are read once and held in registers.
-template <int kPack, int kChunks, class T, class R, class Gate>
-__global__ __launch_bounds__(256) void norm_bwd_held_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* sums,
-                                                            Rows<T> dy, Rows<R> x, Rows<T> z, const float* w,
-                                                            const float* rstd, float centre, Write write) {
+// The same in bf16 for rows of at most kHeldElements, which are read once and held in registers.
+constexpr int kHeldPack = kWidestPack<bf16>, kHeldElements = 1024;
+
+template <int kPack, int kChunks, class R>
+__global__ __launch_bounds__(256) void norm_bwd_held_kernel(NormShape shape, Rows<bf16> dx, Rows<bf16>, float* sums,
+                                                            Rows<bf16> dy, Rows<R> x, Rows<bf16>, const float* w,
+                                                            const float* rstd, float centre, Write write, Rows<bf16>) {
   extern __shared__ float warp_sums[];
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   const int num_warps = static_cast<int>(blockDim.x) / kWarp, D = static_cast<int>(shape.D);
@@ -182,17 +247,16 @@ __global__ __launch_bounds__(256) void norm_bwd_held_kernel(NormShape shape, Row
   for (int64_t r = static_cast<int64_t>(blockIdx.x) * num_warps + warp; r < shape.num_rows();
        r += static_cast<int64_t>(gridDim.x) * num_warps) {
     const R* from = head_row(x, shape, r);
-    const T* gradient = head_row(dy, shape, r);
-    T* to = head_row(dx, shape, r);
+    const bf16* gradient = head_row(dy, shape, r);
+    bf16* to = head_row(dx, shape, r);
     // Loads without a branch between them are on their way together; lanes beyond the row load its last pack.
     Pack<kPack, R> values[kChunks];
-    Pack<kPack, T> gradients[kChunks], gates[kChunks], old[kChunks] = {};
+    Pack<kPack, bf16> gradients[kChunks], old[kChunks] = {};
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int i = min(column(k), D - kPack);
       values[k] = load_pack<kPack>(from + i);
       gradients[k] = load_pack<kPack>(gradient + i);
-      if constexpr (Gate::kGated) gates[k] = load_pack<kPack>(head_row(z, shape, r) + i);
     }
     if (accumulates) {
 #pragma unroll
@@ -207,12 +271,6 @@ __global__ __launch_bounds__(256) void norm_bwd_held_kernel(NormShape shape, Row
       values[k].unpack(value);
       gradients[k].unpack(d);
       load(w + column(k), weight);
-      if constexpr (Gate::kGated) {
-        float gate[kPack];
-        gates[k].unpack(gate);
-#pragma unroll
-        for (int c = 0; c < kPack; ++c) d[c] *= gate_of<Gate::kActivation>(gate[c], sigmoid_for<T>(gate[c]));
-      }
 #pragma unroll
       for (int c = 0; c < kPack; ++c) dot += d[c] * (weight[c] + centre) * value[c];
     }
@@ -226,20 +284,8 @@ __global__ __launch_bounds__(256) void norm_bwd_held_kernel(NormShape shape, Row
       old[k].unpack(result);
       load(w + column(k), weight);
 #pragma unroll
-      for (int c = 0; c < kPack; ++c) value[c] *= factor;
-      if constexpr (Gate::kGated) {
-        float gate[kPack], d_gate[kPack];
-        gates[k].unpack(gate);
-#pragma unroll
-        for (int c = 0; c < kPack; ++c) {
-          const float open = sigmoid_for<T>(gate[c]);
-          d_gate[c] = d[c] * weight[c] * value[c] * gate_slope<Gate::kActivation>(gate[c], open);
-          d[c] *= gate_of<Gate::kActivation>(gate[c], open);
-        }
-        store(head_row(dz, shape, r) + column(k), d_gate);
-      }
-#pragma unroll
       for (int c = 0; c < kPack; ++c) {
+        value[c] *= factor;
         dw[k][c] += d[c] * value[c];
         result[c] += factor * (d[c] * (weight[c] + centre) - value[c] * mean);
       }
@@ -252,6 +298,92 @@ __global__ __launch_bounds__(256) void norm_bwd_held_kernel(NormShape shape, Row
     for (int c = 0; c < kPack; ++c)
       if (column(k) < D) warp_sums[warp * D + column(k) + c] = dw[k][c];
   add_warp_sums(sums, warp_sums, D);
+}
+
+template <int kLanes, class Gate>
+__global__ __launch_bounds__(256, kShortBlocks) void short_bwd_kernel(NormShape shape, Rows<bf16> dx, Rows<bf16> dz,
+                                                                      float* sums, Rows<bf16> dy, Rows<bf16> x,
+                                                                      Rows<bf16> z, const float* w, const float* rstd,
+                                                                      Rows<bf16> y) {
+  constexpr int kRows = kShortBackwardRows, kPack = kShortPack;
+  extern __shared__ float warp_sums[];
+  const ShortPlace<kLanes, kRows> place(shape);
+  const int num_rows = static_cast<int>(shape.num_rows()), D = static_cast<int>(shape.D);
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, num_warps = static_cast<int>(blockDim.x) / kWarp;
+  const int num_steps = static_cast<int>(ceil_div(num_rows, place.kRowsOfWarp));
+  float dw[kPack] = {};
+  for (int step = static_cast<int>(blockIdx.x) * num_warps + warp; step < num_steps;
+       step += static_cast<int>(gridDim.x) * num_warps) {
+    const int first = step * place.kRowsOfWarp;
+    Pack<kPack, bf16> values[kRows], gradients[kRows], gates[kRows];
+    float factors[kRows];
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      const int r = min(place.row(first, j), num_rows - 1);
+      values[j] = load_pack<kPack>(head_row(x, shape, r) + place.loaded);
+      gradients[j] = load_pack<kPack>(head_row(dy, shape, r) + place.loaded);
+      gates[j] = load_pack<kPack>(head_row(z, shape, r) + place.loaded);
+      factors[j] = rstd[r];
+    }
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      const int r = place.row(first, j);
+      const bool here = r < num_rows && place.inside;
+      float value[kPack], d[kPack], gate[kPack], open[kPack], weight[kPack], dot = 0.0F;
+      load(w + place.loaded, weight);
+      values[j].unpack(value);
+      gradients[j].unpack(d);
+      gates[j].unpack(gate);
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) {
+        open[c] = rough_sigmoid(gate[c]);
+        value[c] *= factors[j];
+        dot += d[c] * gate_of<Gate::kActivation>(gate[c], open[c]) * weight[c] * value[c];
+      }
+      const float mean = warp_sum<kLanes>(here ? dot : 0.0F) / static_cast<float>(D);
+      if (!here) continue;
+      float result[kPack];
+#pragma unroll
+      for (int c = 0; c < kPack; ++c)
+        result[c] = d[c] * weight[c] * value[c] * gate_slope<Gate::kActivation>(gate[c], open[c]);
+      store(head_row(dz, shape, r) + place.column, result);
+      if (y.data != nullptr) {
+#pragma unroll
+        for (int c = 0; c < kPack; ++c) result[c] = weight[c] * value[c] * gate_of<Gate::kActivation>(gate[c], open[c]);
+        store(head_row(y, shape, r) + place.column, result);
+      }
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) {
+        d[c] *= gate_of<Gate::kActivation>(gate[c], open[c]);
+        dw[c] += d[c] * value[c];
+        d[c] = factors[j] * (d[c] * weight[c] - value[c] * mean);
+      }
+      store(head_row(dx, shape, r) + place.column, d);
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < kPack; ++c) {
+#pragma unroll
+    for (int distance = kLanes; distance < kWarp; distance *= 2) dw[c] += __shfl_xor_sync(kAllLanes, dw[c], distance);
+    if (place.group == 0 && place.inside) warp_sums[warp * D + place.column + c] = dw[c];
+  }
+  add_warp_sums(sums, warp_sums, D);
+}
+
+// Calls body(lanes of a row) if the kernels of short rows serve these; returns whether they do.
+template <class Body>
+bool with_short_rows(const NormShape& shape, std::initializer_list<const Tensor*> tensors, Body body) {
+  const auto fits = [&](int lanes) {
+    return shape.D <= lanes * kShortPack && moves_in_packs(tensors, shape.D, kShortPack);
+  };
+  if (shape.num_rows() > std::numeric_limits<int>::max() - kWarp * kShortRows) return false;
+  if (fits(kWarp / 2))
+    body(std::integral_constant<int, kWarp / 2>{});
+  else if (fits(kWarp))
+    body(std::integral_constant<int, kWarp>{});
+  else
+    return false;
+  return true;
 }
 
 // The gated norm has no part in the residual stream.
@@ -271,6 +403,16 @@ void forward(const Stream& stream, const Tensor& y, const Tensor& rstd, const Te
   with_types<Gate>(y.dtype(), x.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
     using R = decltype(wide);
+    if constexpr (Gate::kGated && std::is_same_v<T, bf16>) {
+      if (with_short_rows(shape, {&y, &x, &z, &w}, [&](auto lanes) {
+            constexpr int kLanes = decltype(lanes)::value;
+            const int64_t warps = ceil_div(shape.num_rows(), ShortPlace<kLanes, kShortRows>::kRowsOfWarp);
+            launch(stream, short_fwd_kernel<kLanes, Gate>,
+                   {.grid_x = ceil_div(warps, kThreads / kWarp), .threads = kThreads}, shape, Rows<T>(y),
+                   rstd.data<float>(), Rows<T>(x), Rows<T>(z), w.data<float>(), static_cast<float>(eps));
+          }))
+        return;
+    }
     const bool as_it_is = kept.defined() && kept.dtype() == x.dtype();
     with_pack({&y, &x, &z, &w, &kept}, shape.D, [&](auto pack) {
       launch(stream, norm_fwd_kernel<decltype(pack)::value, T, R, Gate>,
@@ -283,28 +425,40 @@ void forward(const Stream& stream, const Tensor& y, const Tensor& rstd, const Te
 
 template <class Gate>
 void backward(const Stream& stream, const Tensor& dx, const Tensor& dz, const Tensor& dw, const Tensor& dy,
-              const Tensor& x, const Tensor& z, const Tensor& w, const Tensor& rstd, float centre, Write write) {
+              const Tensor& x, const Tensor& z, const Tensor& w, const Tensor& rstd, float centre, Write write,
+              const Tensor& y) {
   const NormShape shape(x);
   constexpr int64_t kSharedBytes = 96 * 1024, kMaxWarps = 8;
   const int64_t row_bytes = shape.D * static_cast<int64_t>(sizeof(float));
   CHECK(row_bytes <= kSharedBytes * 2, "norm over ", shape.D, " elements: at most ", kSharedBytes * 2 / 4);
   const int64_t warps = std::clamp<int64_t>(kSharedBytes / std::max<int64_t>(row_bytes, 1), 1, kMaxWarps);
-  const int64_t blocks = std::min(kSumBlocks, ceil_div(shape.num_rows(), warps));
+  const int64_t blocks =
+      std::min<int64_t>(Gate::kGated ? kShortBlocks * kProcessors : kSumBlocks, ceil_div(shape.num_rows(), warps));
   const Arena::Scope scope(stream.scratch());
   const Tensor sums = stream.scratch().allocate(DType::kF32, {blocks, shape.D});
   with_types<Gate>(dy.dtype(), x.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
     using R = decltype(wide);
-    with_pack({&dx, &dz, &dy, &x, &z, &w}, shape.D, [&](auto pack) {
-      constexpr int kPack = decltype(pack)::value, kChunks = Gate::kGated ? 1 : 8;
-      auto* kernel = norm_bwd_kernel<kPack, T, R, Gate>;
-      if constexpr (kPack > 1 && std::is_same_v<T, bf16>)
-        if (shape.D <= kChunks * kWarp * kPack) kernel = norm_bwd_held_kernel<kPack, kChunks, T, R, Gate>;
-      launch(stream, kernel,
-             {.grid_x = blocks, .threads = static_cast<int>(warps) * kWarp, .shared_bytes = warps * row_bytes}, shape,
-             Rows<T>(dx), Rows<T>(dz), sums.data<float>(), Rows<T>(dy), Rows<R>(x), Rows<T>(z), w.data<float>(),
-             rstd.data<float>(), centre, write);
-    });
+    const LaunchShape grid = {
+        .grid_x = blocks, .threads = static_cast<int>(warps) * kWarp, .shared_bytes = warps * row_bytes};
+    const std::initializer_list<const Tensor*> tensors = {&dx, &dz, &dy, &x, &z, &w, &y};
+    const auto run = [&](auto* kernel) {
+      launch(stream, kernel, grid, shape, Rows<T>(dx), Rows<T>(dz), sums.data<float>(), Rows<T>(dy), Rows<R>(x),
+             Rows<T>(z), w.data<float>(), rstd.data<float>(), centre, write, Rows<T>(y));
+    };
+    if constexpr (Gate::kGated && std::is_same_v<T, bf16>) {
+      if (with_short_rows(shape, tensors, [&](auto lanes) {
+            launch(stream, short_bwd_kernel<decltype(lanes)::value, Gate>, grid, shape, Rows<T>(dx), Rows<T>(dz),
+                   sums.data<float>(), Rows<T>(dy), Rows<T>(x), Rows<T>(z), w.data<float>(), rstd.data<float>(),
+                   Rows<T>(y));
+          }))
+        return;
+    } else if constexpr (std::is_same_v<T, bf16>) {
+      constexpr int kChunks = kHeldElements / (kWarp * kHeldPack);
+      if (shape.D <= kHeldElements && moves_in_packs(tensors, shape.D, kHeldPack))
+        return run(norm_bwd_held_kernel<kHeldPack, kChunks, R>);
+    }
+    with_pack(tensors, shape.D, [&](auto pack) { run(norm_bwd_kernel<decltype(pack)::value, T, R, Gate>); });
   });
   add_rows_to(stream, dw.data<float>(), sums.data<float>(), blocks, shape.D);
 }
@@ -323,7 +477,7 @@ void rms_norm_forward(Stream& stream, Tensor y, Tensor rstd, const Tensor& x, co
 
 void rms_norm_backward(Stream& stream, Tensor dx, Tensor dw, const Tensor& dy, const Tensor& x, const Tensor& w,
                        const Tensor& rstd, NormWeight kind, Write write) {
-  backward<NoGate>(stream, dx, {}, dw, dy, x, {}, w, rstd, centre_of(kind), write);
+  backward<NoGate>(stream, dx, {}, dw, dy, x, {}, w, rstd, centre_of(kind), write, {});
 }
 
 void gated_rms_norm_forward(Stream& stream, Tensor y, Tensor rstd, const Tensor& o, const Tensor& z, const Tensor& w,
@@ -334,10 +488,11 @@ void gated_rms_norm_forward(Stream& stream, Tensor y, Tensor rstd, const Tensor&
 }
 
 void gated_rms_norm_backward(Stream& stream, Tensor d_o, Tensor dz, Tensor dw, const Tensor& dy, const Tensor& o,
-                             const Tensor& z, const Tensor& w, const Tensor& rstd, GateActivation activation) {
+                             const Tensor& z, const Tensor& w, const Tensor& rstd, GateActivation activation,
+                             const Tensor& y) {
   const auto run = activation == GateActivation::kSigmoid ? backward<Gated<GateActivation::kSigmoid>>
                                                           : backward<Gated<GateActivation::kSilu>>;
-  run(stream, d_o, dz, dw, dy, o, z, w, rstd, 0.0F, Write::kOverwrite);
+  run(stream, d_o, dz, dw, dy, o, z, w, rstd, 0.0F, Write::kOverwrite, y);
 }
 
 }  // namespace palimpsest::cuda

@@ -10,7 +10,7 @@ namespace palimpsest::cuda {
 
 namespace {
 
-constexpr int kColumns = 32, kSlices = 16;
+constexpr int kColumns = 32, kSlices = 32;
 
 __global__ void add_rows_kernel(float* total, const float* sums, int64_t count, int64_t width) {
   __shared__ float slices[kSlices][kColumns];
@@ -19,6 +19,7 @@ __global__ void add_rows_kernel(float* total, const float* sums, int64_t count, 
   const int64_t each = ceil_div(count, kSlices);
   float sum = 0.0F;
   if (column < width)
+#pragma unroll 8
     for (int64_t row = slice * each; row < min((slice + 1) * each, count); ++row) sum += sums[row * width + column];
   slices[slice][x] = sum;
   __syncthreads();

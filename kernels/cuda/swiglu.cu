@@ -68,10 +68,6 @@ __global__ void swiglu_bwd_kernel(int64_t N, int64_t F, Rows<T> d_gate_up, Rows<
   }
 }
 
-// Packs of 16 bytes.
-template <class T>
-constexpr int kMostOf = 16 / static_cast<int>(sizeof(T));
-
 int64_t grid_over(int64_t num_tokens) {
   return std::min(ceil_div(num_tokens, kTokens), kMaxGridY);
 }
@@ -82,7 +78,7 @@ void swiglu_forward(Stream& stream, Tensor h, const Tensor& gate_up) {
   const int64_t N = h.dim(0), F = h.dim(1);
   with_float(h.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    with_pack<kMostOf<T>>({&h, &gate_up}, F, [&](auto pack) {
+    with_pack<kWidestPack<T>>({&h, &gate_up}, F, [&](auto pack) {
       constexpr int kPack = decltype(pack)::value;
       launch(stream, swiglu_fwd_kernel<kPack, T>,
              {.grid_x = ceil_div(F, kThreads * kPack), .grid_y = grid_over(N), .threads = kThreads}, N, F, Rows<T>(h),
@@ -95,7 +91,7 @@ void swiglu_backward(Stream& stream, Tensor d_gate_up, Tensor h, const Tensor& d
   const int64_t N = dh.dim(0), F = dh.dim(1);
   with_float(dh.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    with_pack<kMostOf<T>>({&d_gate_up, &h, &dh, &gate_up}, F, [&](auto pack) {
+    with_pack<kWidestPack<T>>({&d_gate_up, &h, &dh, &gate_up}, F, [&](auto pack) {
       constexpr int kPack = decltype(pack)::value;
       launch(stream, swiglu_bwd_kernel<kPack, T>,
              {.grid_x = ceil_div(F, kThreads * kPack), .grid_y = grid_over(N), .threads = kThreads}, N, F,

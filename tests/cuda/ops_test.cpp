@@ -66,6 +66,20 @@ TEST(CudaElementwise, PartsAreSummedInF32AndRoundedOnce) {
         {.f32 = 1e-6, .bf16 = 2.2e-3});
 }
 
+// More than one launch takes; of all some have gaps, or lengths that no pack divides.
+TEST(CudaElementwise, ManyCopiesMatchTheCpu) {
+  expect_same_on_gpu([](Lab& lab) {
+    std::vector<CopyOperands> operands;
+    for (int64_t i = 0; i < 121; ++i) {
+      const Shape shape = {1 + i % 7 * 40, i % 5 == 0 ? 37 : 40};
+      const std::string which = std::to_string(i);
+      operands.push_back(
+          {.y = lab.output("y" + which, shape, i % 4 == 1 ? 8 : 0), .x = lab.weight("x" + which, shape)});
+    }
+    copy_all(lab.stream(), operands);
+  });
+}
+
 TEST(CudaLinear, MatchesTheCpu) {
   struct Sizes {
     int64_t N, I, O, gap;
@@ -108,10 +122,26 @@ TEST(CudaEmbedding, MatchesTheCpu) {
       });
 }
 
+// More tokens than are sorted at once; some rows have one token, some more than a warp has lanes.
+TEST(CudaEmbedding, ManyTokensMatchTheCpu) {
+  for (const auto& [N, D] : {std::pair{4999, 264}, std::pair{10241, 5}, std::pair{2048, 36}})
+    expect_same_on_gpu([N = N, D = D](Lab& lab) {
+      constexpr int64_t kVocabulary = 3000;
+      std::vector<int64_t> ids;
+      for (int64_t i = 0; i < N; ++i) {
+        const auto bits = static_cast<int64_t>(random_bits(1, 2, i) >> 1);
+        ids.push_back(bits % 3 == 0 ? 7 + bits / 3 % 5 : bits / 3 % kVocabulary);
+      }
+      embedding_backward(lab.stream(), lab.accumulated("dtable", {kVocabulary - 20, D}), lab.input("dx", {N, D}, 1, 8),
+                         lab.integers("tokens", ids), {.begin = 9, .total = kVocabulary});
+    });
+}
+
 TEST(CudaRmsNorm, MatchesTheCpu) {
   for (const NormWeight kind : {NormWeight::kPlain, NormWeight::kOneCentred})
-    for (const auto& [N, D, gap] : {std::tuple{200, 1024, 8}, std::tuple{65, 128, 0}, std::tuple{63, 37, 3},
-                                    std::tuple{1, 5, 0}, std::tuple{33, 1000, 4}, std::tuple{37, 1032, 4}})
+    for (const auto& [N, D, gap] :
+         {std::tuple{200, 1024, 8}, std::tuple{65, 128, 0}, std::tuple{63, 37, 3}, std::tuple{1, 5, 0},
+          std::tuple{33, 1000, 4}, std::tuple{35, 1000, 8}, std::tuple{37, 1032, 4}})
       expect_same_on_gpu([=, N = N, D = D, gap = gap](Lab& lab) {
         const Shape shape = {N, D};
         const Tensor x = lab.input("x", shape, 2, gap), w = lab.weight("w", {D}), rstd = lab.statistics("rstd", {N});
@@ -153,15 +183,21 @@ TEST(CudaRmsNorm, HeadsShareAWeight) {
 
 TEST(CudaGatedRmsNorm, MatchesTheCpu) {
   for (const GateActivation activation : {GateActivation::kSigmoid, GateActivation::kSilu})
-    for (const auto& [N, V, gap] : {std::tuple{1, 37, 1}, std::tuple{63, 128, 1}, std::tuple{65, 37, 1},
-                                    std::tuple{200, 128, 1}, std::tuple{65, 128, 4}, std::tuple{63, 132, 4}})
+    for (const auto& [N, V, gap] :
+         {std::tuple{1, 37, 1}, std::tuple{63, 128, 1}, std::tuple{65, 37, 1}, std::tuple{200, 128, 1},
+          std::tuple{65, 128, 4}, std::tuple{63, 132, 4}, std::tuple{200, 128, 8}, std::tuple{1, 128, 8},
+          std::tuple{63, 72, 8}, std::tuple{67, 136, 8}, std::tuple{65, 256, 8}, std::tuple{3, 264, 8}})
       expect_same_on_gpu([=, N = N, V = V, gap = gap](Lab& lab) {
         const Shape shape = {N, 3, V};
-        const Tensor o = lab.input("o", shape, 2), z = lab.input("z", shape, 1, 4), w = lab.weight("w", {V});
+        const int64_t other_gap = gap == 8 ? 16 : 4;
+        const Tensor o = lab.input("o", shape, 2), z = lab.input("z", shape, 1, other_gap), w = lab.weight("w", {V});
         const Tensor rstd = lab.statistics("rstd", {N, 3});
         gated_rms_norm_forward(lab.stream(), lab.output("y", shape, gap), rstd, o, z, w, 1e-5, activation);
-        gated_rms_norm_backward(lab.stream(), lab.output("d_o", shape, 4 * gap), lab.output("dz", shape, 4),
+        gated_rms_norm_backward(lab.stream(), lab.output("d_o", shape, 4 * gap), lab.output("dz", shape, other_gap),
                                 lab.accumulated("dw", {V}), lab.input("dy", shape), o, z, w, rstd, activation);
+        gated_rms_norm_backward(lab.stream(), lab.output("d_o again", shape), lab.output("dz again", shape),
+                                lab.accumulated("dw again", {V}), lab.input("dy", shape), o, z, w, rstd, activation,
+                                lab.output("y again", shape, gap));
       });
 }
 
@@ -237,16 +273,21 @@ TEST(CudaSwiglu, MatchesTheCpuInPacks) {
 }
 
 TEST(CudaMlaHeads, MatchesTheCpu) {
+  struct Sizes {
+    int64_t nope, rope, value, gap;
+  };
   for (const int64_t N : odd_lengths())
-    expect_same_on_gpu([=](Lab& lab) {
-      constexpr int64_t H = 3, kNope = 20, kRope = 6, kValue = 12;
-      const Tensor kv = lab.input("kv", {N, H, kNope + kValue}, 1, 5), k_pe = lab.input("k_pe", {N, kRope}, 1, 2);
-      mla_keys_values_forward(lab.stream(), lab.output("k", {N, H, kNope + kRope}), lab.output("v", {N, H, kValue}), kv,
-                              k_pe);
-      mla_keys_values_backward(lab.stream(), lab.output("dkv", {N, H, kNope + kValue}, 1),
-                               lab.output("dk_pe", {N, kRope}, 3), lab.input("dk", {N, H, kNope + kRope}),
-                               lab.input("dv", {N, H, kValue}));
-    });
+    for (const auto& [nope, rope, value, gap] :
+         {Sizes{20, 6, 12, 5}, Sizes{24, 8, 12, 8}, Sizes{128, 64, 128, 8}, Sizes{24, 8, 40, 16}})
+      expect_same_on_gpu([=, nope = nope, rope = rope, value = value, gap = gap](Lab& lab) {
+        constexpr int64_t H = 3;
+        const Tensor kv = lab.input("kv", {N, H, nope + value}, 1, gap), k_pe = lab.input("k_pe", {N, rope}, 1, gap);
+        mla_keys_values_forward(lab.stream(), lab.output("k", {N, H, nope + rope}), lab.output("v", {N, H, value}), kv,
+                                k_pe);
+        mla_keys_values_backward(lab.stream(), lab.output("dkv", {N, H, nope + value}, gap),
+                                 lab.output("dk_pe", {N, rope}, gap), lab.input("dk", {N, H, nope + rope}),
+                                 lab.input("dv", {N, H, value}));
+      });
 }
 
 struct AttentionSizes {
@@ -289,15 +330,16 @@ TEST(CudaAttention, QueriesSeeEarlierKeys) {
 }
 
 TEST(CudaCrossEntropy, MatchesTheCpu) {
-  for (const auto& [N, vocabulary] : {std::pair{1, 1000}, std::pair{63, 37}, std::pair{65, 1000}, std::pair{200, 37}})
-    expect_same_on_gpu([N = N, vocabulary = vocabulary](Lab& lab) {
+  for (const auto& [N, vocabulary, gap] : {std::tuple{1, 1000, 3}, std::tuple{63, 37, 3}, std::tuple{65, 1000, 8},
+                                           std::tuple{200, 37, 0}, std::tuple{5, 20008, 0}})
+    expect_same_on_gpu([N = N, vocabulary = vocabulary, gap = gap](Lab& lab) {
       constexpr int64_t kBegin = 4;
       std::vector<int64_t> ids;
       for (int64_t i = 0; i < N; ++i)
         ids.push_back(i % 7 == 3 ? kIgnoreTarget : static_cast<int64_t>(random_bits(1, 3, i)) % (vocabulary + 8));
       for (int64_t& id : ids) id = id < kIgnoreTarget ? -id : id;
       const Tensor targets = lab.integers("targets", ids);
-      const Tensor logits = lab.in_place("logits", {N, vocabulary}, 3, 3);
+      const Tensor logits = lab.in_place("logits", {N, vocabulary}, 3, gap);
       const Tensor stats = lab.statistics("stats", {N, 3}),
                    merged = lab.statistics("merged", {N % 5 == 0 ? N / 5 : N, 3});
       cross_entropy_stats(lab.stream(), stats, logits, targets, kBegin);

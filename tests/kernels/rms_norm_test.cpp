@@ -184,14 +184,16 @@ TEST_P(GatedRmsNorm, BackwardMatchesFiniteDifference) {
   const OwnedTensor rstd2(dtype, {N, H}), dw2(dtype, {D});
   fill(dw2, 1);
   gated_rms_norm_forward(stream, y2, rstd2, o2, z2, w2, kEps, activation);
-  gated_rms_norm_backward(stream, d_o2, dz2, dw2, dy2, o2, z2, w2, rstd2, activation);
+  const OwnedTensor y_again(dtype, shape, 3);
+  gated_rms_norm_backward(stream, d_o2, dz2, dw2, dy2, o2, z2, w2, rstd2, activation, y_again);
   std::vector<double> dw_expected = values_of(dw);
   for (double& value : dw_expected) value += 1;
   const double tolerance = dtype == DType::kF32 ? 2e-6 : 1e-14;
   EXPECT_TRUE(is_close(d_o2, d_o, tolerance));
   EXPECT_TRUE(is_close(dz2, dz, tolerance));
   EXPECT_TRUE(is_close(dw2, dw_expected, tolerance));
-  for (const OwnedTensor* output : {&d_o2, &dz2, &dw2}) EXPECT_TRUE(output->surroundings_untouched());
+  EXPECT_TRUE(is_close(y_again, values_of(y2), 0.0));
+  for (const OwnedTensor* output : {&d_o2, &dz2, &dw2, &y_again}) EXPECT_TRUE(output->surroundings_untouched());
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, GatedRmsNorm,
