@@ -96,7 +96,7 @@ AttentionHeads Attention::heads(Context& context, Arena& arena, const Sequence& 
   AttentionHeads heads;
   // 1. all projections of x
   heads.proj = arena.allocate(context.dtype, {x.dim(0), in_proj_->value.dim(0)});
-  linear_forward_of_late(context, heads.proj, x, in_proj_->value);
+  linear_forward_of_late(context, heads.proj, x, in_proj_->operand);
   // 2. norms of queries and keys
   heads.q = normalise(context, arena, q_columns(heads.proj), q_norm_, heads.q_rstd);
   heads.k = normalise(context, arena, k_columns(heads.proj), k_norm_, heads.k_rstd);
@@ -141,7 +141,7 @@ std::unique_ptr<Saved> Attention::forward(Context& context, const Sequence& sequ
     sigmoid_gate_forward(stream, gated, saved->o, gate_columns(saved->proj));
   }
   // 6. output projection
-  linear_forward_to_awaited(context, y, gated.merge_columns(), o_proj_->value, write);
+  linear_forward_to_awaited(context, y, gated.merge_columns(), o_proj_->operand, write);
   return saved;
 }
 
@@ -155,7 +155,7 @@ void Attention::backward(Context& context, const Sequence& sequence, const Saved
   const Tensor d_proj = scratch.allocate(context.dtype, saved.proj.shape());
   const Tensor d_o = scratch.allocate(context.dtype, {N, H, d});
   // 6.
-  linear_backward_input(stream, d_o.merge_columns(), dy, o_proj_->value, Write::kOverwrite);
+  linear_backward_input(stream, d_o.merge_columns(), dy, o_proj_->operand, Write::kOverwrite);
   // 5.
   if (output_gate_) sigmoid_gate_backward(stream, d_o, gate_columns(d_proj), d_o, saved.o, gate_columns(saved.proj));
   // 4.
@@ -208,7 +208,7 @@ void Attention::backward(Context& context, const Sequence& sequence, const Saved
     rms_norm_backward(stream, k_columns(d_proj), k_norm_->grad, dk, k_columns(saved.proj), k_norm_->value, saved.k_rstd,
                       norm_weight_);
   // 1.
-  linear_backward_input(stream, dx, d_proj, in_proj_->value, Write::kOverwrite);
+  linear_backward_input(stream, dx, d_proj, in_proj_->operand, Write::kOverwrite);
   dx.filled();
   // 6. recomputes the gated heads, over the gradients of them
   if (output_gate_) sigmoid_gate_forward(stream, d_o, saved.o, gate_columns(saved.proj));
@@ -245,7 +245,7 @@ void Attention::extend(Context& context, DecodeState& state_base, const Sequence
   attention_forward(stream, o, lse, added.q, state.k.rows(0, state.length), state.v.rows(0, state.length), scale_,
                     sequence.documents, Documents::single(state.length));
   if (output_gate_) sigmoid_gate_forward(stream, o, o, gate_columns(added.proj));
-  linear_forward(stream, y, o.merge_columns(), o_proj_->value, Write::kOverwrite);
+  linear_forward(stream, y, o.merge_columns(), o_proj_->operand, Write::kOverwrite);
 }
 
 }  // namespace palimpsest

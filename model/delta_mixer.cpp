@@ -71,7 +71,7 @@ int64_t DeltaMixer::padded_rows(Device device) const {
 }
 
 Tensor DeltaMixer::padded_weight(Context& context) const {
-  const Tensor& weight = parts_.in_proj->value;
+  const Tensor& weight = parts_.in_proj->operand;
   const int64_t rows = weight.dim(0), all = padded_rows(context.stream.device());
   if (rows == all) return weight;
   const Tensor padded = context.stream.scratch().allocate(context.dtype, {all, weight.dim(1)});
@@ -114,8 +114,9 @@ DeltaProjections DeltaMixer::project(Context& context, Arena& arena, const LateT
   }
   // 2. decay logits and output gate of low rank
   if (parts_.decay_b)
-    linear_forward(stream, out.decay, decay_columns(out.proj), parts_.decay_b->value, Write::kOverwrite);
-  if (parts_.gate_b) linear_forward(stream, out.gate, gate_columns(out.proj), parts_.gate_b->value, Write::kOverwrite);
+    linear_forward(stream, out.decay, decay_columns(out.proj), parts_.decay_b->operand, Write::kOverwrite);
+  if (parts_.gate_b)
+    linear_forward(stream, out.gate, gate_columns(out.proj), parts_.gate_b->operand, Write::kOverwrite);
   return out;
 }
 
@@ -184,7 +185,7 @@ std::unique_ptr<Saved> DeltaMixer::forward(Context& context, const Sequence& seq
   saved->rstd = keep.allocate(statistics_dtype(), {N, HV});
   const Tensor heads = normed(context, saved->o, saved->rstd, *saved);
   // 6. output projection
-  if (y.defined()) linear_forward_to_awaited(context, y, heads.merge_columns(), parts_.o_proj->value, write);
+  if (y.defined()) linear_forward_to_awaited(context, y, heads.merge_columns(), parts_.o_proj->operand, write);
   return saved;
 }
 
@@ -198,14 +199,15 @@ void DeltaMixer::backward(Context& context, const Sequence& sequence, const Save
   const DeltaProjections d_projections = allocate_projections(context, scratch, N);
   const auto& [d_whole, d_proj, d_decay, d_gate] = d_projections;
   const Tensor d_o = scratch.allocate(context.dtype, {N, HV, V});
+  const Tensor heads = scratch.allocate(context.dtype, {N, HV, V});  // normed, computed again
   {
     Arena::Scope inner(scratch);
     const Tensor d_normed = scratch.allocate(context.dtype, {N, HV, V});
     // 6.
-    linear_backward_input(stream, d_normed.merge_columns(), dy, parts_.o_proj->value, Write::kOverwrite);
+    linear_backward_input(stream, d_normed.merge_columns(), dy, parts_.o_proj->operand, Write::kOverwrite);
     // 5.
     gated_rms_norm_backward(stream, d_o, output_gate(d_projections), parts_.o_norm->grad, d_normed, saved.o,
-                            output_gate(saved), parts_.o_norm->value, saved.rstd, parts_.gate_activation);
+                            output_gate(saved), parts_.o_norm->value, saved.rstd, parts_.gate_activation, heads);
   }
   // 4. recomputes the convolution
   const Tensor convolved = convolve(context, sequence, saved.proj, saved.halo);
@@ -238,23 +240,19 @@ void DeltaMixer::backward(Context& context, const Sequence& sequence, const Save
   // 2.
   if (parts_.gate_b) {
     linear_backward_weight(stream, parts_.gate_b->grad, d_gate, gate_columns(saved.proj));
-    linear_backward_input(stream, gate_columns(d_proj), d_gate, parts_.gate_b->value, Write::kOverwrite);
+    linear_backward_input(stream, gate_columns(d_proj), d_gate, parts_.gate_b->operand, Write::kOverwrite);
   }
   if (parts_.decay_b) {
     linear_backward_weight(stream, parts_.decay_b->grad, d_decay, decay_columns(saved.proj));
-    linear_backward_input(stream, decay_columns(d_proj), d_decay, parts_.decay_b->value, Write::kOverwrite);
+    linear_backward_input(stream, decay_columns(d_proj), d_decay, parts_.decay_b->operand, Write::kOverwrite);
   }
   // 1.
   const int64_t more = d_whole.dim(1) - d_proj.dim(1);
   if (more > 0) fill_zero(stream, d_whole.columns(d_proj.dim(1), more));
   linear_backward_input(stream, dx, d_whole, padded_weight(context), Write::kOverwrite);
   dx.filled();
-  {
-    Arena::Scope inner(scratch);
-    // 6. recomputes the normed heads
-    const Tensor rstd = scratch.allocate(statistics_dtype(), {N, HV});
-    linear_backward_weight(stream, parts_.o_proj->grad, dy, normed(context, saved.o, rstd, saved).merge_columns());
-  }
+  // 6.
+  linear_backward_weight(stream, parts_.o_proj->grad, dy, heads.merge_columns());
   dx.may_be_taken();
   add_weight_gradient(context, d_whole, x);
 }
@@ -300,7 +298,7 @@ void DeltaMixer::extend(Context& context, DecodeState& state_base, const Sequenc
   copy(stream, state.state, next_state);
   // 5. and 6. gated norm and output projection
   const Tensor rstd = scratch.allocate(statistics_dtype(), {N, HV});
-  linear_forward(stream, y, normed(context, o, rstd, projections).merge_columns(), parts_.o_proj->value,
+  linear_forward(stream, y, normed(context, o, rstd, projections).merge_columns(), parts_.o_proj->operand,
                  Write::kOverwrite);
 }
 

@@ -50,6 +50,11 @@ void for_each_block(Context& context, const Tensor& hidden, const HeadWeight& he
   }
 }
 
+// The head as all blocks multiply by it, in scratch memory.
+HeadWeight rounded_head(Context& context, const HeadWeight& head) {
+  return {.weight = rounded_weight(context.stream, head.weight, context.dtype), .vocab_begin = head.vocab_begin};
+}
+
 }  // namespace
 
 int64_t head_block_rows(int64_t vocab_size, DType dtype) {
@@ -61,14 +66,18 @@ int64_t head_block_rows(int64_t vocab_size, DType dtype) {
 
 void head_loss_forward(Context& context, Tensor token_loss, const Tensor& hidden, const HeadWeight& head,
                        const Tensor& targets) {
-  for_each_block(context, hidden, head, targets, 0.0, [&](const LogitBlock& block, const Tensor&) {
-    copy(context.stream, token_loss.rows(block.start, block.rows), block.token_loss);
-  });
+  const Arena::Scope scope(context.stream.scratch());
+  for_each_block(context, hidden, rounded_head(context, head), targets, 0.0,
+                 [&](const LogitBlock& block, const Tensor&) {
+                   copy(context.stream, token_loss.rows(block.start, block.rows), block.token_loss);
+                 });
 }
 
-void head_loss_forward_backward(Context& context, const HeadBackward& out, const Tensor& hidden, const HeadWeight& head,
-                                const Tensor& targets, double z_loss, double grad_scale) {
+void head_loss_forward_backward(Context& context, const HeadBackward& out, const Tensor& hidden,
+                                const HeadWeight& given, const Tensor& targets, double z_loss, double grad_scale) {
   Stream& stream = context.stream;
+  const Arena::Scope scope(stream.scratch());
+  const HeadWeight head = rounded_head(context, given);
   for_each_block(context, hidden, head, targets, z_loss, [&](const LogitBlock& block, const Tensor& block_targets) {
     sum_into(stream, out.loss_sum, block.token_loss);
     sum_into(stream, out.z_sum, block.z_term);

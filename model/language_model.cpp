@@ -28,9 +28,10 @@ struct LanguageModel::Block {
   std::string kind;
   std::unique_ptr<TokenMixer> mixer;
   std::unique_ptr<FeedForward> mlp;
-  Parameter* mixer_norm;           // [D]
-  Parameter* mlp_norm;             // [D]
-  int64_t mixer_product_elements;  // weights in matrix products, for the FLOP count
+  std::vector<ParameterStack*> stacks;  // of both and their norms
+  Parameter* mixer_norm;                // [D]
+  Parameter* mlp_norm;                  // [D]
+  int64_t mixer_product_elements;       // weights in matrix products, for the FLOP count
   int64_t mlp_product_elements;
   bool has_experts = false;
   std::string forward_trace, backward_trace;  // names on a profiler's timeline
@@ -97,6 +98,7 @@ LanguageModel::LanguageModel(const ModelConfig& config, ParameterRegistry& regis
     block.mlp_product_elements = registry.num_product_elements() - between;
     block.mixer_norm = &registry.declare(block_norm(config, prefix + "input_layernorm.weight"));
     block.mlp_norm = &registry.declare(block_norm(config, prefix + "post_attention_layernorm.weight"));
+    block.stacks = registry.groups().back().stacks;
     block.forward_trace = fmt::format("forward of layer {}, {}", i, block.kind);
     block.backward_trace = fmt::format("backward of layer {}, {}", i, block.kind);
     blocks_.push_back(std::move(block));
@@ -108,8 +110,9 @@ LanguageModel::LanguageModel(const ModelConfig& config, ParameterRegistry& regis
 
 LanguageModel::~LanguageModel() = default;
 
-void LanguageModel::need_block(Context& context, size_t i, int64_t next) const {
+RoundedWeights LanguageModel::need_block(Context& context, size_t i, int64_t next) const {
   context.hooks->need_values(context, group_of_block(i), next);
+  return {context, blocks_[i].stacks};
 }
 
 void LanguageModel::need_embedding(Context& context) const {
@@ -149,7 +152,7 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& given, 
   saved.reserve(blocks_.size());
   for (size_t i = 0; i < blocks_.size(); ++i) {
     const TraceRange range(blocks_[i].forward_trace.c_str());
-    need_block(context, i, group_of_block(i) + 1);
+    const RoundedWeights weights = need_block(context, i, group_of_block(i) + 1);
     SavedBlock saved_block;
     saved_block.mixer = blocks_[i].mixer_half(config_).forward(context, input.sequence, x, keep_mixer);
     saved_block.mlp = blocks_[i].mlp_half(config_).forward(context, input.sequence, x, keep_mlp);
@@ -182,7 +185,7 @@ void LanguageModel::forward_backward(Context& context, const ModelInput& given, 
   // 2. blocks in reverse
   for (size_t i = blocks_.size(); i-- > 0;) {
     const TraceRange range(blocks_[i].backward_trace.c_str());
-    need_block(context, i, i > 0 ? group_of_block(i - 1) : ParameterHooks::kNoGroup);
+    const RoundedWeights weights = need_block(context, i, i > 0 ? group_of_block(i - 1) : ParameterHooks::kNoGroup);
     hooks.before_backward(context, group_of_block(i));
     blocks_[i].mlp_half(config_).backward(context, input.sequence, saved[i].mlp, d);
     blocks_[i].mixer_half(config_).backward(context, input.sequence, saved[i].mixer, d);
@@ -206,7 +209,7 @@ Tensor LanguageModel::forward_hidden(Context& context, const ModelInput& input) 
   embed(context, input.tokens, x);
   for (size_t i = 0; i < blocks_.size(); ++i) {
     Arena::Scope scope(keep);
-    need_block(context, i, group_of_block(i) + 1);
+    const RoundedWeights weights = need_block(context, i, group_of_block(i) + 1);
     blocks_[i].mixer_half(config_).forward(context, input.sequence, x, Keep::kNothing);
     blocks_[i].mlp_half(config_).forward(context, input.sequence, x, Keep::kNothing);
   }
@@ -269,7 +272,7 @@ std::string LanguageModel::first_non_finite_output(Context& context, const Model
   look_at(x, "the embedding");
   for (size_t i = 0; i < blocks_.size(); ++i) {
     Arena::Scope block_scope(keep);
-    need_block(context, i, group_of_block(i) + 1);
+    const RoundedWeights weights = need_block(context, i, group_of_block(i) + 1);
     blocks_[i].mixer_half(config_).forward(context, input.sequence, x, Keep::kNothing);
     look_at(x, fmt::format("the {} mixer of model.layers.{}", blocks_[i].kind, i));
     blocks_[i].mlp_half(config_).forward(context, input.sequence, x, Keep::kNothing);
@@ -307,7 +310,7 @@ void LanguageModel::extend(Context& context, DecodeStates& states, const Tensor&
   tensor.all_reduce(stream, x, ReduceOp::kSum);
   for (size_t i = 0; i < blocks_.size(); ++i) {
     const Block& block = blocks_[i];
-    need_block(context, i, group_of_block(i) + 1);
+    const RoundedWeights weights = need_block(context, i, group_of_block(i) + 1);
     rms_norm_forward(stream, normed, rstd, x, block.mixer_norm->value, config_.norm_eps, config_.norm);
     block.mixer->extend(context, *states.blocks[i], sequence, normed, y);
     tensor.all_reduce(stream, y, ReduceOp::kSum);

@@ -9,6 +9,7 @@
 #include "model/config.h"
 #include "model/layer.h"
 #include "model/parameters.h"
+#include "model/rounded_weights.h"
 
 namespace palimpsest {
 
@@ -91,8 +92,9 @@ class LanguageModel {
 
   // Groups of parameters are numbered embedding, blocks, head.
   int64_t group_of_block(size_t i) const { return embedding_group_ + 1 + static_cast<int64_t>(i); }
-  // The values of block i, of the embedding or of final norm and head are there; the next ones may come.
-  void need_block(Context& context, size_t i, int64_t next) const;
+  // The values of block i, of the embedding or of final norm and head are there; the next ones may come. A block's are
+  // rounded.
+  RoundedWeights need_block(Context& context, size_t i, int64_t next) const;
   void need_embedding(Context& context) const;
   void need_head(Context& context, int64_t next) const;
 

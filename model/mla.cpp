@@ -87,7 +87,7 @@ Tensor Mla::queries(Context& context, Arena& arena, const Tensor& proj, const Te
   const Tensor latent = context.stream.scratch().allocate(context.dtype, {N, q_rank_});
   rms_norm_forward(context.stream, latent, rstd, query_columns(proj), q_a_norm_->value, kLatentNormEps,
                    NormWeight::kPlain);
-  linear_forward(context.stream, q.merge_columns(), latent, q_b_->value, Write::kOverwrite);
+  linear_forward(context.stream, q.merge_columns(), latent, q_b_->operand, Write::kOverwrite);
   return q;
 }
 
@@ -99,7 +99,7 @@ MlaProjections Mla::project(Context& context, Arena& arena, const Sequence& sequ
   MlaProjections out;
   // 1. all projections of x
   out.proj = arena.allocate(context.dtype, {N, in_proj_->value.dim(0)});
-  linear_forward_of_late(context, out.proj, x, in_proj_->value);
+  linear_forward_of_late(context, out.proj, x, in_proj_->operand);
   // 2. queries
   if (q_rank_ > 0) out.q_rstd = arena.allocate(statistics, {N});
   out.q = queries(context, arena, out.proj, out.q_rstd);
@@ -127,7 +127,7 @@ std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, 
   static_cast<MlaProjections&>(*saved) = project(context, keep, sequence, x, latent);
   // 5. keys and values as heads
   saved->kv = keep.allocate(context.dtype, {N, H, nope_dim_ + value_dim_});
-  linear_forward(stream, saved->kv.merge_columns(), latent, kv_b_->value, Write::kOverwrite);
+  linear_forward(stream, saved->kv.merge_columns(), latent, kv_b_->operand, Write::kOverwrite);
   const Tensor k = scratch.allocate(context.dtype, {N, H, dq});
   const Tensor v = scratch.allocate(context.dtype, {N, H, value_dim_});
   mla_keys_values_forward(stream, k, v, saved->kv, k_pe_columns(saved->proj));
@@ -139,7 +139,7 @@ std::unique_ptr<Saved> Mla::forward(Context& context, const Sequence& sequence, 
   attention_forward(stream, saved->o, saved->lse, saved->q, k, v, scale_, sequence.documents, sequence.documents);
   if (passed) attend_to_earlier_ranges(context, *passed, saved->q, saved->o, saved->lse);
   // 7. output projection
-  if (y.defined()) linear_forward_to_awaited(context, y, saved->o.merge_columns(), o_proj_->value, write);
+  if (y.defined()) linear_forward_to_awaited(context, y, saved->o.merge_columns(), o_proj_->operand, write);
   return saved;
 }
 
@@ -166,7 +166,7 @@ void Mla::backward(Context& context, const Sequence& sequence, const Saved& save
     Arena::Scope inner(scratch);
     // 7.
     const Tensor d_o = scratch.allocate(context.dtype, {N, H, value_dim_});
-    linear_backward_input(stream, d_o.merge_columns(), dy, o_proj_->value, Write::kOverwrite);
+    linear_backward_input(stream, d_o.merge_columns(), dy, o_proj_->operand, Write::kOverwrite);
     // 6. rebuilds keys and values
     const Tensor k = scratch.allocate(context.dtype, {N, H, dq});
     const Tensor v = scratch.allocate(context.dtype, {N, H, value_dim_});
@@ -223,7 +223,7 @@ void Mla::backward(Context& context, const Sequence& sequence, const Saved& save
     through_latent(dq_heads.merge_columns(), *q_b_, *q_a_norm_, query_columns(saved.proj), saved.q_rstd,
                    query_columns(d_proj), {});
   // 1.
-  linear_backward_input(stream, dx, d_proj, in_proj_->value, Write::kOverwrite);
+  linear_backward_input(stream, dx, d_proj, in_proj_->operand, Write::kOverwrite);
   dx.filled();
   linear_backward_weight(stream, o_proj_->grad, dy, saved.o.merge_columns());
   dx.may_be_taken();
@@ -238,7 +238,7 @@ Mla::KeysValues Mla::expand(Context& context, const Tensor& rows) const {
                            .v = scratch.allocate(context.dtype, {n, H, value_dim_})};
   Arena::Scope scope(scratch);
   const Tensor kv = scratch.allocate(context.dtype, {n, H, nope_dim_ + value_dim_});
-  linear_forward(stream, kv.merge_columns(), rows.columns(0, kv_rank_), kv_b_->value, Write::kOverwrite);
+  linear_forward(stream, kv.merge_columns(), rows.columns(0, kv_rank_), kv_b_->operand, Write::kOverwrite);
   mla_keys_values_forward(stream, keys.k, keys.v, kv, rows.columns(kv_rank_, rope_dim_));
   return keys;
 }
@@ -307,7 +307,7 @@ void Mla::earlier_ranges_backward(Context& context, PassedRows& passed, const Ea
     const Tensor dk_pe = scratch.allocate(context.dtype, {n, rope_dim_});
     mla_keys_values_backward(stream, dkv, dk_pe, dk, dv);
     linear_backward_weight(stream, kv_b_->grad, dkv.merge_columns(), earlier.rows.columns(0, kv_rank_));
-    linear_backward_input(stream, earlier.d_rows.columns(0, kv_rank_), dkv.merge_columns(), kv_b_->value,
+    linear_backward_input(stream, earlier.d_rows.columns(0, kv_rank_), dkv.merge_columns(), kv_b_->operand,
                           Write::kAccumulate);
     const Tensor d_shared = earlier.d_rows.columns(kv_rank_, rope_dim_);
     add(stream, d_shared, d_shared, dk_pe);
@@ -348,7 +348,7 @@ void Mla::extend(Context& context, DecodeState& state_base, const Sequence& sequ
     attention_forward(stream, o, lse, projections.q, k, v, scale_, sequence.documents, Documents::single(state.length));
   }
   // 7. output projection
-  linear_forward(stream, y, o.merge_columns(), o_proj_->value, Write::kOverwrite);
+  linear_forward(stream, y, o.merge_columns(), o_proj_->operand, Write::kOverwrite);
 }
 
 }  // namespace palimpsest

@@ -32,13 +32,13 @@ std::unique_ptr<Saved> Mlp::forward(Context& context, const Sequence&, const Lat
   auto saved = std::make_unique<SavedMlp>();
   // 1. gate and up
   saved->gate_up = context.activations.allocate(context.dtype, {N, 2 * intermediate_size_});
-  linear_forward_of_late(context, saved->gate_up, x, gate_up_->value);
+  linear_forward_of_late(context, saved->gate_up, x, gate_up_->operand);
   if (!y.defined()) return saved;
   // 2. h = silu(gate) * up
   const Tensor h = stream.scratch().allocate(context.dtype, {N, intermediate_size_});
   swiglu_forward(stream, h, saved->gate_up);
   // 3. down
-  linear_forward_to_awaited(context, y, h, down_->value, write);
+  linear_forward_to_awaited(context, y, h, down_->operand, write);
   return saved;
 }
 
@@ -52,11 +52,11 @@ void Mlp::backward(Context& context, const Sequence&, const Saved& saved_base, c
   const Tensor dh = stream.scratch().allocate(context.dtype, {N, intermediate_size_});
   const Tensor d_gate_up = stream.scratch().allocate(context.dtype, {N, 2 * intermediate_size_});
   // 3.
-  linear_backward_input(stream, dh, dy, down_->value, Write::kOverwrite);
+  linear_backward_input(stream, dh, dy, down_->operand, Write::kOverwrite);
   // 2. recomputes h
   swiglu_backward(stream, d_gate_up, h, dh, saved.gate_up);
   // 1.
-  linear_backward_input(stream, dx, d_gate_up, gate_up_->value, Write::kOverwrite);
+  linear_backward_input(stream, dx, d_gate_up, gate_up_->operand, Write::kOverwrite);
   dx.filled();
   linear_backward_weight(stream, down_->grad, dy, h);
   dx.may_be_taken();

@@ -75,7 +75,7 @@ Moe::Moe(const ModelConfig& config, int64_t index, const std::string& prefix, Pa
 
 Tensor Moe::router_logits(Context& context, const Tensor& x) const {
   const Tensor logits = context.stream.scratch().allocate(router_->value.dtype(), {x.dim(0), num_experts_});
-  linear_forward(context.stream, logits, x, router_->value, Write::kOverwrite);
+  linear_forward(context.stream, logits, x, router_->operand, Write::kOverwrite);
   return logits;
 }
 
@@ -94,7 +94,7 @@ std::unique_ptr<Saved> Moe::forward(Context& context, const Sequence& sequence, 
     saved->shared_y = keep.allocate(context.dtype, {N, D});
     saved->shared_z = keep.allocate(context.dtype, {N, 1});
     saved->shared = shared_->forward(context, sequence, x, saved->shared_y, Write::kOverwrite);
-    linear_forward(stream, saved->shared_z, x, shared_gate_->value, Write::kOverwrite);
+    linear_forward(stream, saved->shared_z, x, shared_gate_->operand, Write::kOverwrite);
     if (y.defined()) token_gate_forward(stream, y, saved->shared_y, saved->shared_z);
   } else if (shared_) {
     saved->shared = shared_->forward(context, sequence, x, static_cast<const Tensor&>(y), Write::kOverwrite);
@@ -118,7 +118,7 @@ std::unique_ptr<Saved> Moe::forward(Context& context, const Sequence& sequence, 
   gather_expert_rows(stream, x_rows, x, saved->rows.token_of);
   // 4. gate and up
   saved->gate_up = keep.allocate(context.dtype, {R, 2 * F});
-  grouped_linear_forward(stream, saved->gate_up, x_rows, gate_up_->value, saved->rows.offsets);
+  grouped_linear_forward(stream, saved->gate_up, x_rows, gate_up_->operand, saved->rows.offsets);
   if (!y.defined()) return saved;
   // 5. h = weight * silu(gate) * up
   const Tensor h = scratch.allocate(context.dtype, {R, F});
@@ -126,7 +126,7 @@ std::unique_ptr<Saved> Moe::forward(Context& context, const Sequence& sequence, 
   scale_expert_rows_forward(stream, h, h, saved->routing.weights, saved->rows.row_of);
   // 6. down, over the rows of x, which are not needed any more
   const Tensor& y_rows = x_rows;
-  grouped_linear_forward(stream, y_rows, h, down_->value, saved->rows.offsets);
+  grouped_linear_forward(stream, y_rows, h, down_->operand, saved->rows.offsets);
   // 7. back to tokens
   sum_expert_rows(stream, y, y_rows, saved->rows.row_of, shared_ ? Write::kAccumulate : Write::kOverwrite);
   return saved;
@@ -151,7 +151,7 @@ void Moe::backward(Context& context, const Sequence& sequence, const Saved& save
     // 7.
     gather_expert_rows(stream, d_rows, dy, rows.token_of);
     // 6. with h as in forward
-    grouped_linear_backward_input(stream, dh, d_rows, down_->value, rows.offsets);
+    grouped_linear_backward_input(stream, dh, d_rows, down_->operand, rows.offsets);
     swiglu_forward(stream, h, saved.gate_up);
     // 5. the scaled h is needed for the weights of 6 alone
     scale_expert_rows_backward(stream, dh, d_weights, dh, h, saved.routing.weights, rows.row_of);
@@ -162,7 +162,7 @@ void Moe::backward(Context& context, const Sequence& sequence, const Saved& save
     const Tensor& x_rows = d_rows;
     gather_expert_rows(stream, x_rows, x, rows.token_of);
     grouped_linear_backward_weight(stream, gate_up_->grad, d_gate_up, x_rows, rows.offsets);
-    grouped_linear_backward_input(stream, d_rows, d_gate_up, gate_up_->value, rows.offsets);
+    grouped_linear_backward_input(stream, d_rows, d_gate_up, gate_up_->operand, rows.offsets);
     sum_expert_rows(stream, dx, d_rows, rows.row_of, Write::kOverwrite);
   }
   // 2.
@@ -170,7 +170,7 @@ void Moe::backward(Context& context, const Sequence& sequence, const Saved& save
   router_backward(stream, d_logits, d_weights, saved.routing, context.experts ? context.experts->slope : Tensor(),
                   router_options_);
   linear_backward_weight(stream, router_->grad, d_logits, x);
-  linear_backward_input(stream, dx, d_logits, router_->value, Write::kAccumulate);
+  linear_backward_input(stream, dx, d_logits, router_->operand, Write::kAccumulate);
   // 1.
   if (!shared_) return;
   const Tensor d_shared_x = scratch.allocate(context.dtype, dx.shape());
@@ -179,7 +179,7 @@ void Moe::backward(Context& context, const Sequence& sequence, const Saved& save
     const Tensor dz = scratch.allocate(context.dtype, saved.shared_z.shape());
     token_gate_backward(stream, d_shared_y, dz, dy, saved.shared_y, saved.shared_z);
     linear_backward_weight(stream, shared_gate_->grad, dz, x);
-    linear_backward_input(stream, dx, dz, shared_gate_->value, Write::kAccumulate);
+    linear_backward_input(stream, dx, dz, shared_gate_->operand, Write::kAccumulate);
     shared_->backward(context, sequence, *saved.shared, x, d_shared_y, d_shared_x);
   } else {
     shared_->backward(context, sequence, *saved.shared, x, dy, d_shared_x);

@@ -229,14 +229,14 @@ void ParameterRegistry::bind(DType dtype, ParameterUse use, Arena& parameters, A
     return whole.defined() ? whole.rows(rows > 0 ? row : 0, rows).view(with_rows(block, rows)) : Tensor();
   };
   for (ParameterStack& stack : stacks_) {
-    stack.value = stack.whole_value.rows(0, stack.rows);
+    stack.value = stack.operand = stack.whole_value.rows(0, stack.rows);
     stack.grad = stack.whole_grad.defined() ? stack.whole_grad.rows(0, stack.rows) : Tensor();
     int64_t row = 0;
     for (Parameter* parameter : stack.parameters) {
       const Shape& block = parameter->block.shape;
       const RowShard& shard = parameter->shard;
       const int64_t own_row = row + shard.begin - replica_.rank * stack.each;
-      parameter->value = cut(stack.value, block, row, block[0]);
+      parameter->value = parameter->operand = cut(stack.value, block, row, block[0]);
       parameter->grad = cut(stack.grad, block, row, block[0]);
       parameter->value_shard = cut(stack.own_value, block, own_row, shard.count);
       parameter->grad_shard = cut(stack.own_grad, block, own_row, shard.count);
@@ -316,7 +316,15 @@ void ParameterRegistry::initialize(uint64_t seed, double initializer_range,
 }
 
 void ParameterRegistry::zero_gradients(Stream& stream) {
-  for (ParameterStack& stack : stacks_) fill_zero(stream, replica_.zero >= 2 ? stack.own_grad : stack.whole_grad);
+  if (stacks_.empty()) return;
+  // They lie one behind the other, so that one call does.
+  const auto gradient = [&](const ParameterStack& stack) {
+    return replica_.zero >= 2 ? stack.own_grad : stack.whole_grad;
+  };
+  const Tensor first = gradient(stacks_.front()), last = gradient(stacks_.back());
+  auto* begin = static_cast<std::byte*>(first.raw());
+  const int64_t bytes = static_cast<std::byte*>(last.raw()) + last.bytes() - begin;
+  fill_zero(stream, Tensor(begin, first.dtype(), {bytes / size_of(first.dtype())}, first.device()));
 }
 
 void ParameterRegistry::zero_optimizer(Stream& stream) {

@@ -99,6 +99,7 @@ struct Parameter {
   TensorBlock block;      // what this tensor rank holds of it
   RowShard shard;         // what this replica rank updates of that
   Tensor value;           // block.shape; f32, or f64 in f64 runs. Whole between need_values() calls (parameter_hooks.h)
+  Tensor operand;         // what products read: value, or its rows rounded beforehand (rounded_weights.h)
   Tensor grad;            // same, where layers add; absent when bound without gradients
   Tensor value_shard;     // [shard.count, ...]: the shard's rows of the true value, at every level of zero
   Tensor grad_shard;      // same: where the sum over the replica group comes to stand
@@ -111,6 +112,7 @@ struct ParameterStack {
   int64_t rows = 0;  // of this tensor rank
   int64_t each = 0;  // rows of a shard
   Tensor value;      // [rows, in]
+  Tensor operand;    // [rows, in], as a parameter's
   Tensor grad;       // [rows, in]
 
   Tensor whole_value, whole_grad;  // [each * ranks, in]: value and grad begin here
@@ -143,7 +145,7 @@ class ParameterRegistry {
   // All specs are matrices of one width; at least one.
   ParameterStack& declare_stack(std::vector<ParameterSpec> specs);
 
-  // Takes the tensors of every parameter from the arenas, in declaration order. May be called again, with real arenas
+  // Takes the tensors of every parameter from three arenas, in declaration order. May be called again, with real arenas
   // after planning ones; layers see the new tensors.
   void bind(DType dtype, ParameterUse use, Arena& parameters, Arena& gradients, Arena& optimizer);
 
