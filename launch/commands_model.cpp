@@ -38,6 +38,14 @@ void allocate_for_evaluation(const Config& config, Workbench& bench) {
   bench.allocate(ParameterUse::kInference, bytes);
 }
 
+// A model reads the ids of its own tokenizer.
+void warn_of_other_tokens(const Config& config, const Dataset& dataset, const Ranks& ranks, Console& console) {
+  if (!ranks.is_first()) return;
+  if (const std::string notice = tokenizer_notice(config, dataset.vocabulary()); !notice.empty())
+    console.warning(dataset.path() + ": " + notice +
+                    ": the figures are of no use unless the model was trained with it");
+}
+
 // One set as a flat object; several as {"NAME": {...}, ...} beside the sums over all.
 std::string report_of(const std::vector<std::pair<std::string, Evaluation>>& evaluations) {
   if (evaluations.size() == 1) return to_json(evaluations[0].second).text();
@@ -93,6 +101,7 @@ int run_command(const EvalArguments& arguments, Ranks& ranks, Console& console) 
   run_together(mesh.world(), [&] {
     bench->share_memory();
     load_trained_weights(config, *bench, console);
+    for (const EvalSet& set : sets) warn_of_other_tokens(config, *set.dataset, ranks, console);
     std::vector<RankItem> contents;
     contents.reserve(sets.size());
     for (const EvalSet& set : sets) contents.push_back(contents_of("data.eval " + set.name, *set.dataset));
@@ -125,6 +134,7 @@ int run_command(const ScoreArguments& arguments, Ranks& ranks, Console& console)
   run_together(mesh.world(), [&] {
     bench->share_memory();
     load_trained_weights(config, *bench, console);
+    warn_of_other_tokens(config, *dataset, ranks, console);
     check_same_on_ranks(mesh.world(), {contents_of(arguments.tokens, *dataset)});
     const Evaluation evaluation =
         score_to_file(bench->model(), bench->context(), *dataset, options, console, arguments.out);

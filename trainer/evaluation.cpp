@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <numbers>
 #include <span>
@@ -12,6 +13,8 @@
 #include "data/file_ops.h"
 #include "data/hdf5_file.h"
 #include "data/sampler.h"
+#include "data/tokenizer.h"
+#include "kernels/check.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/device.h"
 #include "kernels/elementwise.h"
@@ -222,6 +225,19 @@ std::unique_ptr<Dataset> open_checked_dataset(const std::string& path, const Con
   dataset->check_vocabulary(config.model.vocab_size);
   dataset->verify_if_small();
   return dataset;
+}
+
+std::string tokenizer_notice(const Config& config, const Vocabulary& shards) {
+  const std::string& wanted = config.data.tokenizer;
+  const bool same_name = std::filesystem::path(wanted).filename() == shards.tokenizer;
+  bool same = same_name;
+  try {
+    same = load_tokenizer(wanted)->hash() == shards.tokenizer_hash;
+  } catch (const UserError&) {
+  }
+  if (same) return {};
+  return fmt::format("data.tokenizer is {}, but the shards were made with {}{}", wanted, same_name ? "another " : "",
+                     shards.tokenizer);
 }
 
 std::vector<EvalSet> open_eval_sets(const Config& config) {

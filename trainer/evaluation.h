@@ -53,6 +53,10 @@ LocalInput local_input(Batch& batch, const Mesh& mesh);
 // A data set to be evaluated. Throws a UserError where it cannot be read or does not fit the model.
 std::unique_ptr<Dataset> open_checked_dataset(const std::string& path, const Config& config);
 
+// What there is to say where shards were not made with data.tokenizer; empty where they were. The name alone decides
+// where that file cannot be read: using shards needs no tokenizer.
+std::string tokenizer_notice(const Config& config, const Vocabulary& shards);
+
 struct EvalSet {
   std::string name;
   std::unique_ptr<Dataset> dataset;

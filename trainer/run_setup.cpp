@@ -127,9 +127,9 @@ void RunSetup::print(Console& console) const {
   for (const EvalSet& set : eval_sets_)
     console.info(fmt::format("data.eval {}: {} tokens, {} documents, {} bytes of text", set.name,
                              set.dataset->num_tokens(), set.dataset->num_documents(), set.dataset->text_bytes()));
-  if (std::filesystem::path(config_.data.tokenizer).filename() != data_.vocabulary().tokenizer)
-    console.warning(fmt::format("data.tokenizer is {}, but the shards were made with {}; generate will need that one",
-                                config_.data.tokenizer, data_.vocabulary().tokenizer));
+  if (mesh().world().rank() == 0)
+    if (const std::string notice = tokenizer_notice(config_, data_.vocabulary()); !notice.empty())
+      console.warning(notice + "; generate will need that one");
   const ParameterRegistry& registry = bench_.registry();
   console.info(parameter_table(registry));
   console.info(decay_group_table(registry, config_.optimizer.weight_decay));

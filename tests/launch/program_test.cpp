@@ -193,6 +193,26 @@ TEST_F(TrainCommand, ReportsGoToStandardOutputAlone) {
   EXPECT_FALSE(nlohmann::json::parse(plan.out).empty());
 }
 
+TEST_F(TrainCommand, ShardsInOtherTokensAreWarnedOf) {
+  train();
+  write_file(root_ / "text.txt", "a text in bytes");
+  ASSERT_EQ(run_palimpsest({"tokenize", "--out", root_ / "bytes", root_ / "text.txt"}).exit_code, 0);
+  // Every id but bos and eos fits the model; one that was trained on these shards would read them well.
+  const std::vector<std::string> model = {"model.vocab_size=258", "run.dir=" + (root_ / "other")};
+  const auto with = [&](std::vector<std::string> words) {
+    words.insert(words.end(), model.begin(), model.end());
+    return run_palimpsest(words);
+  };
+  ASSERT_EQ(with({"train", file_, "train.steps=1"}).exit_code, 0);
+  const std::string warning = (root_ / "bytes") + ": data.tokenizer is none.model, but the shards were made with bytes";
+  const ProgramResult eval = with({"eval", file_, "data.eval=" + (root_ / "bytes")});
+  EXPECT_EQ(eval.exit_code, 0) << eval.err;
+  EXPECT_NE(eval.out.find(warning), std::string::npos) << eval.out;
+  const ProgramResult score = with({"score", file_, "--tokens", root_ / "bytes", "--out", root_ / "s.h5"});
+  EXPECT_EQ(score.exit_code, 0) << score.err;
+  EXPECT_NE(score.out.find(warning), std::string::npos) << score.out;
+}
+
 TEST_F(TrainCommand, FieldsMayFollowALayout) {
   const ProgramResult plan = run_palimpsest(
       {"plan", file_, "--ranks", "2", "--layout", "-1,1,1", "train.sequences_per_step=6", "--json", "-"});

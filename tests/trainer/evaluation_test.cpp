@@ -163,6 +163,30 @@ TEST_F(Evaluate, ScoresStandBesideTheirTokens) {
   EXPECT_EQ(evaluate_rows(dataset, options).loss_sum, evaluation.loss_sum);
 }
 
+TEST(Evaluation, ShardsOfAnotherTokenizerAreNamed) {
+  const std::string folder = PALIMPSEST_SOURCE_DIR "/tests/data/tokenizers/";
+  const auto notice = [](const std::string& tokenizer, const Vocabulary& shards) {
+    Config config;
+    config.data.tokenizer = tokenizer;
+    return tokenizer_notice(config, shards);
+  };
+  const Vocabulary bytes = vocabulary_of(*load_tokenizer("bytes"));
+  const Vocabulary unigram = vocabulary_of(*load_tokenizer(folder + "unigram/tokenizer.json"));
+  EXPECT_EQ(notice("bytes", bytes), "");
+  EXPECT_EQ(notice(folder + "unigram/tokenizer.json", unigram), "");
+  EXPECT_EQ(notice("bytes", unigram), "data.tokenizer is bytes, but the shards were made with tokenizer.json");
+  // Another file of the same name.
+  EXPECT_EQ(notice(folder + "t5/tokenizer.json", unigram), "data.tokenizer is " + folder +
+                                                               "t5/tokenizer.json, but the shards were made with "
+                                                               "another tokenizer.json");
+  EXPECT_EQ(notice("nowhere/tokenizer.json", unigram), "");
+  EXPECT_NE(notice("nowhere/a.model", unigram), "");
+  // A file that was renamed is the same tokenizer.
+  const TempDirectory root;
+  support::write_file(root / "u.json", support::read_file(folder + "unigram/tokenizer.json"));
+  EXPECT_EQ(notice(root / "u.json", unigram), "");
+}
+
 TEST(Evaluation, AddsLossesBeforeItDivides) {
   // 100 tokens of loss 1 and 4 of loss 3.
   const Evaluation evaluation = {.loss_sum = 100 * 1.0 + 4 * 3.0, .tokens = 104, .bytes = 260};
