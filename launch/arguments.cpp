@@ -185,7 +185,11 @@ class Parser {
   void add_generate() {
     CLI::App& command = add(app_, "generate", "Continue a text, token by token, on standard output.");
     add_config(command, generate_.config);
-    command.add_option("--prompt", generate_.prompt, "text to continue");
+    CLI::Option* prompt = command.add_option(
+        "--prompt", generate_.prompt, "text to continue; special tokens that stand in it by name are those tokens");
+    command.add_option("--prompt-file", generate_.prompt_file, "file that holds it, however long; -: standard input")
+        ->check(not_empty())
+        ->excludes(prompt);
     command.add_option("--max-tokens", generate_.max_tokens, "most tokens to add")
         ->capture_default_str()
         ->check(whole_number(0, kMostNewTokens));

@@ -37,6 +37,7 @@ struct ScoreArguments {
 struct GenerateArguments {
   ConfigArguments config;
   std::string prompt;
+  std::string prompt_file;  // in its place; "-": standard input
   int64_t max_tokens = 256;
   SamplingOptions sampling;
 };

@@ -3,6 +3,7 @@
 #include <functional>
 #include <optional>
 
+#include "data/file_ops.h"
 #include "data/tokenizer.h"
 #include "launch/commands.h"
 #include "launch/exit_code.h"
@@ -62,14 +63,23 @@ std::unique_ptr<Tokenizer> checked_tokenizer(const Config& config) {
   return tokenizer;
 }
 
-GenerationRequest request_of(const GenerateArguments& arguments, const Tokenizer& tokenizer) {
+std::string prompt_of(const GenerateArguments& arguments, const Ranks& ranks) {
+  const std::string& file = arguments.prompt_file;
+  if (file.empty()) return arguments.prompt;
+  if (file != "-") return read_whole_file(file);
+  if (ranks.size() > 1) throw_user_error("--prompt-file -: several ranks have no standard input; name a file");
+  return read_whole_file("/dev/stdin");
+}
+
+GenerationRequest request_of(const GenerateArguments& arguments, const std::string& prompt,
+                             const Tokenizer& tokenizer) {
   validate(arguments.sampling);
   GenerationRequest request = {.prompt = {tokenizer.bos()},
                                .max_tokens = arguments.max_tokens,
                                .stop = tokenizer.eos(),
                                .num_ids = tokenizer.vocab_size(),
                                .sampling = arguments.sampling};
-  tokenizer.encode(arguments.prompt, request.prompt, {.special_tokens = true});
+  tokenizer.encode(prompt, request.prompt, {.special_tokens = true});
   return request;
 }
 
@@ -146,12 +156,14 @@ int run_command(const ScoreArguments& arguments, Ranks& ranks, Console& console)
 int run_command(const GenerateArguments& arguments, Ranks& ranks, Console& console) {
   const Config config = load_resolved(arguments.config, ranks);
   const Mesh& mesh = ranks.lay_out(config, console);
+  std::string prompt;
   std::unique_ptr<Tokenizer> tokenizer;
   GenerationRequest request;
   std::optional<Workbench> bench;
   agree(mesh.world(), [&] {
+    prompt = prompt_of(arguments, ranks);
     tokenizer = checked_tokenizer(config);
-    request = request_of(arguments, *tokenizer);
+    request = request_of(arguments, prompt, *tokenizer);
     bench.emplace(config, mesh);
     bench->allocate(ParameterUse::kInference, rehearse_generation(bench->model(), bench->registry(), bench->device(),
                                                                   bench->types(), request, mesh));
@@ -165,7 +177,7 @@ int run_command(const GenerateArguments& arguments, Ranks& ranks, Console& conso
   run_together(mesh.world(), [&] {
     bench->share_memory();
     load_trained_weights(config, *bench, console);
-    write(arguments.prompt);
+    write(prompt);
     generate(bench->model(), bench->context(), request, [&](int32_t token) { write(tokenizer->bytes_of(token)); });
     write("\n");
   });

@@ -230,11 +230,13 @@ std::unique_ptr<Dataset> open_checked_dataset(const std::string& path, const Con
 std::string tokenizer_notice(const Config& config, const Vocabulary& shards) {
   const std::string& wanted = config.data.tokenizer;
   const bool same_name = std::filesystem::path(wanted).filename() == shards.tokenizer;
-  bool same = same_name;
-  try {
-    same = load_tokenizer(wanted)->hash() == shards.tokenizer_hash;
-  } catch (const UserError&) {
-  }
+  const bool same = [&] {
+    try {
+      return load_tokenizer(wanted)->hash() == shards.tokenizer_hash;
+    } catch (const UserError&) {
+      return same_name;
+    }
+  }();
   if (same) return {};
   return fmt::format("data.tokenizer is {}, but the shards were made with {}{}", wanted, same_name ? "another " : "",
                      shards.tokenizer);

@@ -323,6 +323,15 @@ TEST(Program, TextGoesInAndComesOut) {
             sample.out);
   EXPECT_NE(run_palimpsest(with({"generate"}, {"--prompt", "in the", "--max-tokens", "20", "--seed", "6"})).out,
             sample.out);
+  write_file(root / "prompt", "in the");
+  EXPECT_EQ(
+      run_palimpsest(with({"generate"}, {"--prompt-file", root / "prompt", "--max-tokens", "20", "--seed", "5"})).out,
+      sample.out);
+  std::vector<std::string> from_input = {"/bin/sh", "-c", PALIMPSEST_BINARY " \"$@\" < " + (root / "prompt"), "sh"};
+  for (const std::string& word : with({"generate"}, {"--prompt-file", "-", "--max-tokens", "20", "--seed", "5"}))
+    from_input.push_back(word);
+  EXPECT_EQ(support::run_command_line(from_input).out, sample.out);
+  expect_user_error(with({"generate"}, {"--prompt-file", root / "none"}), {root / "none", "No such file"});
   const ProgramResult inspected = run_palimpsest({"inspect", root / "run"});
   EXPECT_EQ(inspected.exit_code, 0);
   EXPECT_NE(inspected.out.find("match their checksums"), std::string::npos);

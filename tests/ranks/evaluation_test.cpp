@@ -104,6 +104,12 @@ TEST_F(TrainedModel, WritesTheSameTextInEveryLayout) {
     EXPECT_EQ(result.exit_code, 0) << result.err;
     EXPECT_EQ(result.out, one.out);
   }
+  support::write_file(root_ / "prompt", "abc");
+  EXPECT_EQ(run_in(kLayouts[0], {"generate", file_, "--prompt-file", root_ / "prompt", "--max-tokens", "12"}).out,
+            one.out);
+  const ProgramResult input = run_in(kLayouts[0], {"generate", file_, "--prompt-file", "-"});
+  EXPECT_EQ(input.exit_code, 2);
+  EXPECT_NE(input.err.find("several ranks have no standard input"), std::string::npos) << input.err;
 }
 
 }  // namespace
