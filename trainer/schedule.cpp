@@ -54,6 +54,10 @@ std::vector<std::string> schedule_notices(const ScheduleConfig& schedule, int64_
         fmt::format("schedule.decay_steps is {}, but warm-up leaves {} of {} steps: the decay is cut to them",
                     *schedule.decay_steps, total_steps - schedule.warmup_steps, total_steps));
   }
+  if (total_steps == 1 && schedule.min_lr == 0.0 && learning_rate(schedule, 1.0, 1, 1) == 0.0)
+    notices.emplace_back(
+        "the run's one step is the last, whose learning rate is schedule.min_lr = 0: nothing is learnt; set "
+        "schedule.kind to constant, or give more steps");
   return notices;
 }
 

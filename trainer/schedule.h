@@ -24,7 +24,8 @@ namespace palimpsest {
 // step and total_steps are at least 1.
 double learning_rate(const ScheduleConfig& schedule, double peak, int64_t step, int64_t total_steps);
 
-// What a reader of the log should know: a run that ends within the warm-up, a decay that was cut by it.
+// What a reader of the log should know: a run that ends within the warm-up, a decay that was cut by it, a run that
+// learns nothing.
 std::vector<std::string> schedule_notices(const ScheduleConfig& schedule, int64_t total_steps);
 
 }  // namespace palimpsest

@@ -105,6 +105,15 @@ TEST(Schedule, NoticesWhatTheRunIsTooShortFor) {
   const auto short_decay = schedule_notices(schedule(ScheduleKind::kWsd, 4, 0.0, 7), 10);
   ASSERT_EQ(short_decay.size(), 1u);
   EXPECT_EQ(short_decay[0], "schedule.decay_steps is 7, but warm-up leaves 6 of 10 steps: the decay is cut to them");
+  for (const ScheduleKind kind : {ScheduleKind::kCosine, ScheduleKind::kLinear, ScheduleKind::kWsd}) {
+    const auto one_step = schedule_notices(schedule(kind, 0, 0.0), 1);
+    ASSERT_EQ(one_step.size(), 1u);
+    EXPECT_NE(one_step[0].find("nothing is learnt"), std::string::npos) << one_step[0];
+    EXPECT_TRUE(schedule_notices(schedule(kind, 1, 0.0), 1).empty());
+    EXPECT_TRUE(schedule_notices(schedule(kind, 0, 0.1), 1).empty());
+    EXPECT_TRUE(schedule_notices(schedule(kind, 0, 0.0), 2).empty());
+  }
+  EXPECT_TRUE(schedule_notices(schedule(ScheduleKind::kConstant, 0, 0.0), 1).empty());
 }
 
 }  // namespace
