@@ -120,7 +120,9 @@ void validate(const ParallelConfig& parallel, int64_t sequence_length) {
           fmt::format("at most {}: the ranks share the {} tokens of a row", most, sequence_length));
   require_size("parallel.tensor", parallel.tensor);
   require(parallel.zero >= 1 && parallel.zero <= 3, "parallel.zero", parallel.zero, "1, 2 or 3");
-  require(parallel.timeout_s > 0, "parallel.timeout_s", parallel.timeout_s, "above 0");
+  // A clock of nanoseconds ends at 9e9.
+  require(parallel.timeout_s > 0 && parallel.timeout_s <= 1e9, "parallel.timeout_s", parallel.timeout_s,
+          "above 0 and at most 1e9");
 }
 
 void validate(const CheckpointConfig& checkpoint) {

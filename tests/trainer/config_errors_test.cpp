@@ -102,6 +102,8 @@ TEST(ConfigErrors, ValuesOutOfRangeHaveAPosition) {
            {"parallel: {data: 0}",
             "c.yaml:1:18: parallel.data is 0, must be at least 1, or -1 for what the other axes leave"},
            {"parallel: {zero: 4}", "c.yaml:1:18: parallel.zero is 4, must be 1, 2 or 3"},
+           {"parallel: {timeout_s: 1e10}",
+            "c.yaml:1:23: parallel.timeout_s is 10000000000, must be above 0 and at most 1e9"},
            {"checkpoint: {keep_last: 0}",
             "c.yaml:1:25: checkpoint.keep_last is 0, must be from 1 to 10000; keep_every keeps more"},
            {"checkpoint: {keep_last: 9223372036854775807}",
