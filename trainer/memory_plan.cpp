@@ -1,13 +1,17 @@
 #include "trainer/memory_plan.h"
 
 #include <fmt/format.h>
+#include <sys/sysinfo.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <limits>
 #include <sstream>
 #include <utility>
 
+#include "kernels/check.h"
 #include "kernels/device.h"
 #include "model/local_input.h"
 #include "trainer/replica.h"
@@ -211,6 +215,17 @@ std::string to_text(const MemoryPlan& plan) {
 
 double in_mib(int64_t bytes) {
   return static_cast<double>(bytes) / (1 << 20);
+}
+
+void check_machine_memory(const MemoryPlan& plan) {
+  struct sysinfo info = {};
+  CHECK(::sysinfo(&info) == 0, "sysinfo: ", std::strerror(errno));
+  const double machine = (static_cast<double>(info.totalram) + static_cast<double>(info.totalswap)) * info.mem_unit;
+  for (const MemoryItem& item : plan.others)
+    if (static_cast<double>(item.bytes) > machine)
+      throw_user_error("out of memory: '", item.name, "' needs ", item.bytes >> 20, " MiB, this machine has ",
+                       static_cast<int64_t>(machine) >> 20,
+                       "; a smaller train.sequences_per_step, data.sequence_length or model needs less");
 }
 
 int64_t peak_resident_bytes() {

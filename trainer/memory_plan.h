@@ -81,6 +81,11 @@ struct MemoryPlan {
 std::string to_text(const MemoryPlan& plan);
 double in_mib(int64_t bytes);
 
+// Throws a UserError where an item beside the regions, which lies in the host's memory, needs more than this machine
+// has, swap included. It is taken in small pieces: the system would hand out all of them, and kill the process in the
+// end.
+void check_machine_memory(const MemoryPlan& plan);
+
 // This process so far, from the system; 0 where it does not say.
 int64_t peak_resident_bytes();     // the most it ever held in memory (VmHWM)
 int64_t current_resident_bytes();  // what it holds now (VmRSS)

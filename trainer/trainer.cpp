@@ -55,7 +55,10 @@ Trainer::Trainer(RunSetup& setup, std::string program, Console& console)
   Workbench& bench = setup_.bench();
   resident_before_ = memory_in_use(bench.device());
   Communicator& world = setup_.mesh().world();
-  agree(world, [&] { bench.allocate(ParameterUse::kTraining, setup_.plan().regions); });
+  agree(world, [&] {
+    check_machine_memory(setup_.plan());
+    bench.allocate(ParameterUse::kTraining, setup_.plan().regions);
+  });
   bench.share_memory();
   const RunStart start = start_run(config_, bench, console_);
   state_ = start.state;

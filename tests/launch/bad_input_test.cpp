@@ -61,6 +61,7 @@ TEST_F(BadInput, SizesThatNoMachineHolds) {
   // Each size alone is allowed.
   expect_no_run({"the model is too large"},
                 {"model.hidden_size=1048576", "model.mlp.intermediate_size=1048576", "model.num_layers=4096"});
+  expect_no_run({"out of memory: 'batches' needs ", "this machine has "}, {"train.sequences_per_step=1073741824"});
 }
 
 TEST_F(BadInput, MissingOrForeignShards) {
