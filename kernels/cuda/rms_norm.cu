@@ -16,8 +16,9 @@ namespace palimpsest::cuda {
 
 namespace {
 
-constexpr int kProcessors = 132;                 // of an H200
-constexpr int64_t kSumBlocks = 4 * kProcessors;  // of backward at most
+constexpr int kProcessors = 132;  // of an H200
+// Of backward, whose blocks go through many rows each: as many as there is room for at a time.
+constexpr int kSumBlocks = 3 * kProcessors, kHeldBlocks = 2 * kProcessors;
 
 struct NormShape {
   explicit NormShape(const Tensor& x) : N(x.dim(0)), H(x.num_dims() == 3 ? x.dim(1) : 1), D(x.dim(-1)) {
@@ -92,11 +93,49 @@ __global__ void norm_fwd_kernel(NormShape shape, Rows<T> y, float* rstd, Rows<R>
   }
 }
 
+// In bf16 rows of at most kHeldElements are read once and held in registers.
+constexpr int kHeldPack = kWidestPack<bf16>, kHeldElements = 1024;
+constexpr int kHeldChunks = kHeldElements / (kWarp * kHeldPack);  // packs of a lane
+
+template <int kPack, int kChunks, class R>
+__global__ __launch_bounds__(256) void norm_fwd_held_kernel(NormShape shape, Rows<bf16> y, float* rstd, Rows<R> x,
+                                                            const float* w, float centre, float eps, Rows<R> kept,
+                                                            Rows<bf16> rounded) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, D = static_cast<int>(shape.D);
+  const int64_t r = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+  if (r >= shape.num_rows()) return;
+  const auto column = [&](int k) { return (k * kWarp + lane) * kPack; };
+  const R* from = head_row(x, shape, r);
+  Pack<kPack, R> values[kChunks];
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) values[k] = load_pack<kPack>(from + min(column(k), D - kPack));
+  float square = 0.0F;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    float value[kPack];
+    values[k].unpack(value);
+#pragma unroll
+    for (int c = 0; c < kPack; ++c) square += column(k) < D ? value[c] * value[c] : 0.0F;
+  }
+  const float factor = 1.0F / sqrtf(warp_sum(square) / static_cast<float>(D) + eps);
+  if (lane == 0) rstd[r] = factor;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    if (column(k) >= D) continue;
+    float value[kPack], weight[kPack];
+    values[k].unpack(value);
+    load(w + column(k), weight);
+    if (kept.data != nullptr) store(head_row(kept, shape, r) + column(k), value);
+    if (rounded.data != nullptr) store(head_row(rounded, shape, r) + column(k), value);
+#pragma unroll
+    for (int c = 0; c < kPack; ++c) value[c] = (weight[c] + centre) * (value[c] * factor);
+    store(head_row(y, shape, r) + column(k), value);
+  }
+}
+
 // A pack of 16 bytes of each row that a lane takes part in; rows are heads of at most kLanes packs.
 constexpr int kShortPack = kWidestPack<bf16>;
 constexpr int kShortRows = 4, kShortBackwardRows = 1;  // of a group of kLanes lanes at a time
-
-constexpr int kShortBlocks = 3;  // of backward on a multiprocessor
 
 // Where this lane is in the rows: a warp has kRows times as many neighbouring rows as it has groups of lanes.
 template <int kLanes, int kRows>
@@ -231,9 +270,7 @@ __global__ void norm_bwd_kernel(NormShape shape, Rows<T> dx, Rows<T> dz, float* 
   add_warp_sums(sums, warp_sums, D);
 }
 
-// The same in bf16 for rows of at most kHeldElements, which are read once and held in registers.
-constexpr int kHeldPack = kWidestPack<bf16>, kHeldElements = 1024;
-
+// The same in bf16 for rows of at most kHeldElements.
 template <int kPack, int kChunks, class R>
 __global__ __launch_bounds__(256) void norm_bwd_held_kernel(NormShape shape, Rows<bf16> dx, Rows<bf16>, float* sums,
                                                             Rows<bf16> dy, Rows<R> x, Rows<bf16>, const float* w,
@@ -301,10 +338,11 @@ __global__ __launch_bounds__(256) void norm_bwd_held_kernel(NormShape shape, Row
 }
 
 template <int kLanes, class Gate>
-__global__ __launch_bounds__(256, kShortBlocks) void short_bwd_kernel(NormShape shape, Rows<bf16> dx, Rows<bf16> dz,
-                                                                      float* sums, Rows<bf16> dy, Rows<bf16> x,
-                                                                      Rows<bf16> z, const float* w, const float* rstd,
-                                                                      Rows<bf16> y) {
+__global__ __launch_bounds__(256, kSumBlocks / kProcessors) void short_bwd_kernel(NormShape shape, Rows<bf16> dx,
+                                                                                  Rows<bf16> dz, float* sums,
+                                                                                  Rows<bf16> dy, Rows<bf16> x,
+                                                                                  Rows<bf16> z, const float* w,
+                                                                                  const float* rstd, Rows<bf16> y) {
   constexpr int kRows = kShortBackwardRows, kPack = kShortPack;
   extern __shared__ float warp_sums[];
   const ShortPlace<kLanes, kRows> place(shape);
@@ -414,11 +452,19 @@ void forward(const Stream& stream, const Tensor& y, const Tensor& rstd, const Te
         return;
     }
     const bool as_it_is = kept.defined() && kept.dtype() == x.dtype();
-    with_pack({&y, &x, &z, &w, &kept}, shape.D, [&](auto pack) {
-      launch(stream, norm_fwd_kernel<decltype(pack)::value, T, R, Gate>,
-             {.grid_x = ceil_div(shape.num_rows(), kThreads / kWarp), .threads = kThreads}, shape, Rows<T>(y),
-             rstd.data<float>(), Rows<R>(x), Rows<T>(z), w.data<float>(), centre, static_cast<float>(eps),
-             Rows<R>(as_it_is ? kept : Tensor()), Rows<T>(as_it_is ? Tensor() : kept));
+    const Rows<R> copied(as_it_is ? kept : Tensor());
+    const Rows<T> rounded(as_it_is ? Tensor() : kept);
+    const LaunchShape grid = {.grid_x = ceil_div(shape.num_rows(), kThreads / kWarp), .threads = kThreads};
+    const std::initializer_list<const Tensor*> tensors = {&y, &x, &z, &w, &kept};
+    if constexpr (!Gate::kGated && std::is_same_v<T, bf16>) {
+      if (shape.D <= kHeldElements && moves_in_packs(tensors, shape.D, kHeldPack))
+        return launch(stream, norm_fwd_held_kernel<kHeldPack, kHeldChunks, R>, grid, shape, Rows<T>(y),
+                      rstd.data<float>(), Rows<R>(x), w.data<float>(), centre, static_cast<float>(eps), copied,
+                      rounded);
+    }
+    with_pack(tensors, shape.D, [&](auto pack) {
+      launch(stream, norm_fwd_kernel<decltype(pack)::value, T, R, Gate>, grid, shape, Rows<T>(y), rstd.data<float>(),
+             Rows<R>(x), Rows<T>(z), w.data<float>(), centre, static_cast<float>(eps), copied, rounded);
     });
   });
 }
@@ -432,14 +478,13 @@ void backward(const Stream& stream, const Tensor& dx, const Tensor& dz, const Te
   const int64_t row_bytes = shape.D * static_cast<int64_t>(sizeof(float));
   CHECK(row_bytes <= kSharedBytes * 2, "norm over ", shape.D, " elements: at most ", kSharedBytes * 2 / 4);
   const int64_t warps = std::clamp<int64_t>(kSharedBytes / std::max<int64_t>(row_bytes, 1), 1, kMaxWarps);
-  const int64_t blocks =
-      std::min<int64_t>(Gate::kGated ? kShortBlocks * kProcessors : kSumBlocks, ceil_div(shape.num_rows(), warps));
+  int64_t blocks = std::min<int64_t>(kSumBlocks, ceil_div(shape.num_rows(), warps));
   const Arena::Scope scope(stream.scratch());
   const Tensor sums = stream.scratch().allocate(DType::kF32, {blocks, shape.D});
   with_types<Gate>(dy.dtype(), x.dtype(), [&](auto zero, auto wide) {
     using T = decltype(zero);
     using R = decltype(wide);
-    const LaunchShape grid = {
+    LaunchShape grid = {
         .grid_x = blocks, .threads = static_cast<int>(warps) * kWarp, .shared_bytes = warps * row_bytes};
     const std::initializer_list<const Tensor*> tensors = {&dx, &dz, &dy, &x, &z, &w, &y};
     const auto run = [&](auto* kernel) {
@@ -454,9 +499,10 @@ void backward(const Stream& stream, const Tensor& dx, const Tensor& dz, const Te
           }))
         return;
     } else if constexpr (std::is_same_v<T, bf16>) {
-      constexpr int kChunks = kHeldElements / (kWarp * kHeldPack);
-      if (shape.D <= kHeldElements && moves_in_packs(tensors, shape.D, kHeldPack))
-        return run(norm_bwd_held_kernel<kHeldPack, kChunks, R>);
+      if (shape.D <= kHeldElements && moves_in_packs(tensors, shape.D, kHeldPack)) {
+        grid.grid_x = blocks = std::min<int64_t>(kHeldBlocks, blocks);
+        return run(norm_bwd_held_kernel<kHeldPack, kHeldChunks, R>);
+      }
     }
     with_pack(tensors, shape.D, [&](auto pack) { run(norm_bwd_kernel<decltype(pack)::value, T, R, Gate>); });
   });

@@ -15,7 +15,7 @@ namespace palimpsest::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int64_t kTokens = 64;
+constexpr int64_t kTokens = 128;
 constexpr int kMaxWidth = 4;
 
 template <class T>
@@ -150,7 +150,7 @@ __global__ void conv_bwd_kernel(Conv<T> conv, Rows<T> dx, float* sums, Rows<T> d
 
 // The next kAhead rows of a run of tokens, which are on their way while the rows before are computed with. Places are
 // always known when compiling, so that all lies in registers.
-constexpr int kAhead = 4;
+constexpr int kAhead = 8;
 
 template <int kPack>
 struct Ahead {
@@ -271,7 +271,7 @@ __global__ __launch_bounds__(kThreads) void wide_fwd_kernel(Conv<bf16> conv, Row
 
 // sums [runs, C * kMaxWidth]: dw of each run of tokens.
 template <int kPack>
-__global__ __launch_bounds__(kThreads, 4) void wide_bwd_kernel(Conv<bf16> conv, Rows<bf16> dx, float* sums,
+__global__ __launch_bounds__(kThreads, 3) void wide_bwd_kernel(Conv<bf16> conv, Rows<bf16> dx, float* sums,
                                                                Rows<bf16> dy, const bf16* d_final, int num_strips) {
   constexpr int kPast = kMaxWidth - 1;
   const int64_t run = static_cast<int>(blockIdx.x) / num_strips, strip = static_cast<int>(blockIdx.x) % num_strips;

@@ -98,6 +98,19 @@ TEST(Elementwise, WideStreamsAreAddedToAndRounded) {
   EXPECT_THROW(add(stream, rounded, x, b), Error);
 }
 
+TEST(Elementwise, ManyCopiesAreThoseOfEach) {
+  CpuStream stream;
+  const OwnedTensor a = random_tensor(DType::kF64, {9, 31}, 1, 1, 2), b = random_tensor(DType::kF32, {5, 8}, 2);
+  const OwnedTensor rounded(DType::kF32, {9, 31}, 4), expected(DType::kF32, {9, 31}), same(DType::kF32, {5, 8});
+  const std::vector<CopyOperands> operands = {{.y = rounded, .x = a}, {.y = same, .x = b}};
+  copy_all(stream, operands);
+  copy(stream, expected, a);
+  EXPECT_TRUE(is_bit_identical(rounded, expected));
+  EXPECT_TRUE(is_bit_identical(same, b));
+  const std::vector<CopyOperands> unlike = {{.y = same, .x = b}, {.y = same, .x = a}};
+  EXPECT_THROW(copy_all(stream, unlike), Error);
+}
+
 TEST(SigmoidGate, BackwardMatchesFiniteDifference) {
   CpuStream stream;
   const Shape shape = {7, 13};
