@@ -1,5 +1,7 @@
 #include "kernels/cuda/engine.h"
 
+#include <algorithm>
+
 #include "kernels/cuda/attention_cudnn.h"
 #include "kernels/cuda/check.h"
 
@@ -44,13 +46,22 @@ ProductPlan::ProductPlan(cublasLtHandle_t blas, const ProductKey& key, int64_t w
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(b_align));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(c_align));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(c_align));
-  cublasLtMatmulHeuristicResult_t result = {};
+  // Small products are not worth a choice.
+  constexpr double kLargeProduct = 1e9;
+  constexpr int kMostProposals = 8;
+  const bool is_large = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k) > kLargeProduct;
+  std::array<cublasLtMatmulHeuristicResult_t, kMostProposals> results = {};
   int count = 0;
-  const cublasStatus_t status =
-      cublasLtMatmulAlgoGetHeuristic(blas, product_, a_, b_, c_, c_, preference, 1, &result, &count);
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(blas, product_, a_, b_, c_, c_, preference,
+                                                               is_large ? kMostProposals : 1, results.data(), &count);
   CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
   found_ = status == CUBLAS_STATUS_SUCCESS && count > 0;
-  algorithm_ = result.algo;
+  algorithm_ = results[0].algo;
+  for (int i = 1; i < count; ++i) others_.push_back(results[static_cast<size_t>(i)].algo);
+  const int64_t element = size_of(static_cast<DType>(c_type));
+  rows_ = n;
+  row_bytes_ = m * element;
+  stride_bytes_ = ldc * element;
 }
 
 ProductPlan::~ProductPlan() {
@@ -60,21 +71,65 @@ ProductPlan::~ProductPlan() {
   cublasLtMatmulDescDestroy(product_);
 }
 
-void ProductPlan::run(cublasLtHandle_t blas, const void* a, const void* b, void* c, float beta, void* workspace,
-                      int64_t workspace_bytes, cudaStream_t queue) const {
+void ProductPlan::run_with(const cublasLtMatmulAlgo_t& algorithm, const ProductRun& run) const {
   const float alpha = 1.0F;
-  CUBLAS_CHECK(cublasLtMatmul(blas, product_, &alpha, a, a_, b, b_, &beta, c, c_, c, c_, &algorithm_, workspace,
-                              static_cast<size_t>(workspace_bytes), queue));
+  CUBLAS_CHECK(cublasLtMatmul(run.blas, product_, &alpha, run.a, a_, run.b, b_, &run.beta, run.c, c_, run.d, c_,
+                              &algorithm, run.workspace, static_cast<size_t>(run.workspace_bytes), run.queue));
+}
+
+uint64_t ProductPlan::bits_of(const cublasLtMatmulAlgo_t& algorithm, const ProductRun& run, uint64_t* room) const {
+  run_with(algorithm, run);
+  fingerprint(run.queue, room, run.d, rows_, row_bytes_, stride_bytes_);
+  uint64_t bits = 0;
+  CUDA_CHECK(cudaMemcpyAsync(&bits, room, sizeof(bits), cudaMemcpyDeviceToHost, run.queue));
+  CUDA_CHECK(cudaStreamSynchronize(run.queue));
+  return bits;
+}
+
+float ProductPlan::time_of(const cublasLtMatmulAlgo_t& algorithm, const ProductRun& run) const {
+  constexpr int kTries = 5;
+  std::array<float, kTries> times = {};
+  cudaEvent_t begin = nullptr, end = nullptr;
+  CUDA_CHECK(cudaEventCreate(&begin));
+  CUDA_CHECK(cudaEventCreate(&end));
+  for (float& time : times) {
+    CUDA_CHECK(cudaEventRecord(begin, run.queue));
+    run_with(algorithm, run);
+    CUDA_CHECK(cudaEventRecord(end, run.queue));
+    CUDA_CHECK(cudaEventSynchronize(end));
+    CUDA_CHECK(cudaEventElapsedTime(&time, begin, end));
+  }
+  CUDA_CHECK(cudaEventDestroy(begin));
+  CUDA_CHECK(cudaEventDestroy(end));
+  std::nth_element(times.begin(), times.begin() + kTries / 2, times.end());
+  return times[kTries / 2];
+}
+
+void ProductPlan::choose(const ProductRun& run, uint64_t* room) {
+  constexpr float kWorthwhile = 0.98F;
+  const uint64_t expected = bits_of(algorithm_, run, room);
+  if (expected == 0) return;  // zeros tell nothing
+  float best = kWorthwhile * time_of(algorithm_, run);
+  for (const cublasLtMatmulAlgo_t& other : others_) {
+    if (bits_of(other, run, room) != expected) continue;
+    const float time = time_of(other, run);
+    if (time >= best) continue;
+    best = time;
+    algorithm_ = other;
+  }
+  others_.clear();
 }
 
 Engine::Engine() {
   CUDA_CHECK(cudaStreamCreateWithFlags(&queue_, cudaStreamNonBlocking));
   CUBLAS_CHECK(cublasLtCreate(&blas_));
+  CUDA_CHECK(cudaMalloc(&room_, sizeof(*room_)));
 }
 
 Engine::~Engine() {
   fused_attention_.reset();
   plans_.clear();
+  cudaFree(room_);
   if (blas_ != nullptr) cublasLtDestroy(blas_);
   if (queue_ != nullptr) {
     cudaStreamSynchronize(queue_);
@@ -82,7 +137,7 @@ Engine::~Engine() {
   }
 }
 
-const ProductPlan& Engine::plan(const ProductKey& key, int64_t workspace_bytes) {
+ProductPlan& Engine::plan(const ProductKey& key, int64_t workspace_bytes) {
   std::unique_ptr<ProductPlan>& plan = plans_[key];
   if (plan == nullptr) plan = std::make_unique<ProductPlan>(blas_, key, workspace_bytes);
   return *plan;

@@ -73,6 +73,16 @@ int64_t alignment_of(const Tensor& tensor) {
   return address == 0 ? 256 : std::min<int64_t>(256, int64_t{1} << std::countr_zero(address));
 }
 
+// Compares what the library proposes, where there is scratch memory for a result that is then forgotten.
+void choose(const Stream& stream, ProductPlan& plan, ProductRun run, const Tensor& c) {
+  const Arena::Scope scope(stream.scratch());
+  const int64_t free = stream.scratch().capacity() - stream.scratch().used() - Arena::kAlignment;
+  const Shape all = {c.dim(0), std::max(c.row_stride(), c.dim(1))};
+  if (all.numel() * size_of(c.dtype()) > free) return;
+  run.d = stream.scratch().allocate(c.dtype(), all).raw();
+  plan.choose(run, stream.engine().room());
+}
+
 // C [M, N] = op(A) [M, K] op(B) [K, N], or += ...
 void product(const Stream& stream, const Tensor& c, int64_t K, const Operand& a, const Operand& b, Write write) {
   const Arena::Scope scope(stream.scratch());
@@ -85,11 +95,20 @@ void product(const Stream& stream, const Tensor& c, int64_t K, const Operand& a,
                            static_cast<int64_t>(a.matrix.dtype()), static_cast<int64_t>(c.dtype()),
                            alignment_of(b.matrix), alignment_of(a.matrix), alignment_of(c)}};
   if (K > 0) {
-    const ProductPlan& plan = stream.engine().plan(key, kWorkspaceBytes);
+    ProductPlan& plan = stream.engine().plan(key, kWorkspaceBytes);
     if (plan.found()) {
       note_path(stream, "cuBLASLt");
-      plan.run(stream.engine().blas(), b.matrix.raw(), a.matrix.raw(), c.raw(),
-               write == Write::kAccumulate ? 1.0F : 0.0F, workspace.raw(), kWorkspaceBytes, queue_of(stream));
+      ProductRun run = {.blas = stream.engine().blas(),
+                        .a = b.matrix.raw(),
+                        .b = a.matrix.raw(),
+                        .c = c.raw(),
+                        .d = c.raw(),
+                        .beta = write == Write::kAccumulate ? 1.0F : 0.0F,
+                        .workspace = workspace.raw(),
+                        .workspace_bytes = kWorkspaceBytes,
+                        .queue = queue_of(stream)};
+      if (plan.has_choice()) choose(stream, plan, run, c);
+      plan.run(run);
       return;
     }
   }

@@ -122,6 +122,42 @@ TEST(CudaEmbedding, MatchesTheCpu) {
       });
 }
 
+// Where there is memory to try what the library proposes, what is kept gives the bits of its first proposal.
+TEST(CudaLinear, AChoiceOfAlgorithmsLeavesTheBits) {
+  SKIP_WITHOUT_GPU();
+  constexpr int64_t N = 2048, I = 1024, O = 1000;
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    const auto results = Lab(Device::kCuda, dtype).run([](Lab& lab) {
+      Arena& scratch = lab.stream().scratch();
+      const Tensor x = lab.input("x", {N, I}), w = lab.input("w", {O, I}, 0.2), dy = lab.input("dy", {N, O});
+      const auto multiply = [&](const std::string& when) {
+        linear_forward(lab.stream(), lab.output("y " + when, {N, O}, 8), x, w, Write::kOverwrite);
+        linear_backward_input(lab.stream(), lab.output("dx " + when, {N, I}), dy, w, Write::kOverwrite);
+        const Tensor dw = lab.statistics("dw " + when, {O, I});
+        fill_zero(lab.stream(), dw);
+        linear_backward_weight(lab.stream(), dw, dy, x);
+      };
+      const auto with_room = [&](int64_t bytes) {
+        const Arena::Scope scope(scratch);
+        scratch.allocate(DType::kU8, {bytes});
+      };
+      {
+        const Arena::Scope all_taken(scratch);
+        if (!scratch.is_planning()) scratch.allocate(DType::kU8, {scratch.capacity() - (int64_t{33} << 20)});
+        multiply("first");
+      }
+      with_room(int64_t{64} << 20);
+      multiply("chosen");
+      multiply("again");
+    });
+    for (const char* name : {"y ", "dx ", "dw "}) {
+      const std::vector<double>& first = results.at(std::string(name) + "first");
+      EXPECT_TRUE(results.at(std::string(name) + "chosen") == first) << name_of(dtype) << " " << name;
+      EXPECT_TRUE(results.at(std::string(name) + "again") == first) << name_of(dtype) << " " << name;
+    }
+  }
+}
+
 // More tokens than are sorted at once; some rows have one token, some more than a warp has lanes.
 TEST(CudaEmbedding, ManyTokensMatchTheCpu) {
   for (const auto& [N, D] : {std::pair{4999, 264}, std::pair{10241, 5}, std::pair{2048, 36}})
