@@ -7,8 +7,8 @@
 //              With less, they are gathered once they have changed, on GPUs one group ahead of the next forward.
 //   gradients  are reduce-scattered group by group while earlier blocks still run backward: with zero: 1 once a step,
 //              in the last micro-batch; with zero > 1 in each, and two blocks' gradients are whole at a time.
-// Sums are made in the dtype of the parameters, in an order that the layout decides and, of more than two ranks on GPUs,
-// whether they go as copies or by NCCL.
+// Sums are made in the dtype of the parameters, in an order that the layout decides and, of more than two ranks on
+// GPUs, whether they go as copies or by NCCL.
 #pragma once
 
 #include <chrono>

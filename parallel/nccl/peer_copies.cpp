@@ -270,12 +270,13 @@ bool PeerCopies::reduce_scatter(cudaStream_t queue, std::span<const Parts> tenso
   meet(queue, Meeting::kBefore);
   copies.start(queue);
   meet(queue, Meeting::kAfter);
+  std::vector<cuda::SummedPart> sums;
   int64_t offset = 0;
   for (const auto& [whole, part] : tensors) {
-    cuda::sum_parts(queue, part, static_cast<const std::byte*>(whole.raw()) + rank_ * part.bytes(), rank_,
-                    static_cast<const std::byte*>(staging_.get()) + offset, row_bytes_, size_);
+    sums.push_back({part, static_cast<const std::byte*>(whole.raw()) + rank_ * part.bytes(), offset});
     offset += rounded_up(part.bytes(), kAlignment);
   }
+  cuda::sum_parts(queue, sums, rank_, staging_.get(), row_bytes_, size_);
   return true;
 }
 

@@ -140,7 +140,8 @@ TEST_P(NcclCommunicators, SumsOfBF16AreRoundedOnceWithTwoRanksOrAsCopies) {
 // Large enough to go as copies: of several tensors at once, one after the other in the same memory.
 TEST_P(NcclCommunicators, ManyLargeOnesInTurnGiveWhatMpiGives) {
   const int64_t size = world().size(), rank = world().rank();
-  const std::vector<int64_t> lengths = {200003, 1, 131072, 77};
+  std::vector<int64_t> lengths = {200003, 1, 131072, 77};
+  for (int64_t i = 0; i < 70; ++i) lengths.push_back(3 + i % 11);  // more than one launch sums
   uint64_t seed = 50;
   for (int turn = 0; turn < 5; ++turn) {
     std::vector<OwnedTensor> wholes;
