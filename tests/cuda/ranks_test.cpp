@@ -99,6 +99,8 @@ const support::Environment kNoCopies = {}, kCopies = {{"PALIMPSEST_LEAST_COPIED_
 class GpuLayouts : public ManyGpus {
  protected:
   GpuLayouts() {
+    config_.model.kda.num_value_heads = 4;  // four tensor ranks share them
+    config_.model.mla.num_heads = 4;
     config_.train.steps = 10;
     write_config();
   }
