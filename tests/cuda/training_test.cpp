@@ -97,6 +97,29 @@ TEST(CudaTraining, WideStreamFollowsF32MoreClosely) {
   }
 }
 
+// Nothing is read that was not written before.
+TEST(CudaTraining, MemoryAsItCameMakesNoDifference) {
+  SKIP_WITHOUT_GPU();
+  for (const auto checkpointing : {ActivationCheckpointing::kNone, ActivationCheckpointing::kFull})
+    for (const Precision precision : {Precision::kF32, Precision::kBF16}) {
+      Config config = gpu_config(precision, Precision::kAuto);
+      config.residual = Precision::kF32;
+      config.train.activation_checkpointing = checkpointing;
+      const auto losses_in = [&](bool of_nans) {
+        TinyRun run(config, 1024);
+        std::vector<double> losses;
+        for (int64_t step = 0; step < 4; ++step) {
+          for (Arena* region : {&run.bench().regions().activations, &run.bench().regions().scratch})
+            if (of_nans) fill_with_nan(run.bench().stream(), *region);
+          const OwnedBatch batch(random_documents({1 + step, 700, 37, 200}, config.model.vocab_size, 3));
+          losses.push_back(run.step().run({&batch.input(), 1}, batch.num_targets(), 2e-3).loss);
+        }
+        return losses;
+      };
+      EXPECT_TRUE(same_bits(losses_in(true), losses_in(false)));
+    }
+}
+
 // What is computed again is what was computed before, to the bit; only that a wide stream is read as it was, where
 // without checkpointing backward has a copy of it that is rounded to bf16.
 TEST(CudaTraining, CheckpointingChangesRoundingAtMost) {
