@@ -61,11 +61,21 @@ class FusedPrefix {
 
   // Queries and keys that it takes at most; without a limit where the library cannot serve.
   static int64_t longest_piece(const AttentionBackwardArgs& args, const FusedRule& rule = {});
+  // Backward that must be copied has one plan for each power of two: asks for those of all shorter queries and keys
+  // too, so that plans, which take a while, are made together.
+  static void make_plans(Stream& stream, const AttentionBackwardArgs& args);
   bool is_served() const { return is_served_; }
   // Nothing where it is not served, but for workspace while planning.
   void run(Stream& stream) const;
 
  private:
+  struct Lengths {
+    int64_t queries, keys;
+  };
+  // Of the sequences that so many are copied into. Backward skips what is behind their ends, and its plans are
+  // compiled, so it has as many queries as keys; forward skips keys alone.
+  static Lengths copied(int64_t num_queries, int64_t num_keys, bool is_backward);
+  bool take_plan(Stream& stream, const Lengths& lengths, bool ends_early);  // whether there is one
   void run_slice(Stream& stream, int64_t first_kv_head, Room room) const;
 
   AttentionBackwardArgs args_;

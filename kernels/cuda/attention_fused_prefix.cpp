@@ -18,40 +18,60 @@ int64_t FusedPrefix::longest_piece(const AttentionBackwardArgs& args, const Fuse
   return may_be_fused(args) ? FusedSizes(args).longest_piece(rule.longest_piece) : std::numeric_limits<int64_t>::max();
 }
 
+FusedPrefix::Lengths FusedPrefix::copied(int64_t num_queries, int64_t num_keys, bool is_backward) {
+  const Lengths lengths = {copied_length(num_queries), copied_length(num_keys)};
+  if (!is_backward) return lengths;
+  const int64_t longer = std::max(lengths.queries, lengths.keys);
+  return {longer, longer};
+}
+
 FusedPrefix::FusedPrefix(Stream& stream, const AttentionBackwardArgs& args, const FusedRule& rule) : args_(args) {
   const FusedSizes sizes(args);
   const int64_t num_keys = args.k.dim(0);
   if (!may_be_fused(args) || std::min(sizes.N, num_keys) < rule.shortest) return;
   // Of the largest shape, copied or not, with as many tokens: fewer need less.
-  const int64_t S = copied_length(sizes.N), S_keys = copied_length(num_keys);
+  const auto [S, S_keys] = copied(sizes.N, num_keys, sizes.is_backward);
   room_bytes_ = workspace_bytes(sizes, S, S_keys) + align_room(4 * S * sizes.H) + S * sizes.copied(sizes.H) +
                 S_keys * sizes.copied(sizes.HKV) + 16 * kRoomAlignment;
   if (stream.is_planning()) return;
+  const bool ends_early = sizes.N % kSequenceTile != 0 || num_keys % kSequenceTile != 0 || !all_start_on_packs(args);
+  is_served_ = take_plan(stream, ends_early ? Lengths{S, S_keys} : Lengths{sizes.N, num_keys}, ends_early);
+}
 
+bool FusedPrefix::take_plan(Stream& stream, const Lengths& lengths, bool ends_early) {
+  const FusedSizes sizes(args_);
   shape_ = {.is_backward = sizes.is_backward,
             .is_causal = false,
+            .ends_early = ends_early,
             .B = 1,
+            .S = lengths.queries,
+            .S_keys = lengths.keys,
             .K = sizes.K,
             .V = sizes.V,
-            .scale = static_cast<float>(args.scale)};
-  shape_.ends_early = sizes.N % kSequenceTile != 0 || num_keys % kSequenceTile != 0 || !all_start_on_packs(args);
-  shape_.S = shape_.ends_early ? S : sizes.N;
-  shape_.S_keys = shape_.ends_early ? S_keys : num_keys;
+            .scale = static_cast<float>(args_.scale)};
   const int64_t scores = sizes.scores(shape_.S, shape_.S_keys);
-  if (scores > kScoreBytes) return;
+  if (scores > kScoreBytes) return false;
   shape_.HKV = scores == 0 ? sizes.HKV : largest_divisor(sizes.HKV, kScoreBytes / scores);
   shape_.H = shape_.HKV * sizes.group();
   set_rows_of_copies(shape_);
-  if (!shape_.ends_early) {  // but for results, which are merged and added
+  if (!ends_early) {  // but for results, which are merged and added
     FusedShape in_place;
-    set_rows_in_place(in_place, args);
+    set_rows_in_place(in_place, args_);
     shape_.q_row = in_place.q_row;
     shape_.k_row = in_place.k_row;
     shape_.v_row = in_place.v_row;
     shape_.d_o_row = in_place.d_o_row;
     if (sizes.is_backward) shape_.o_row = in_place.o_row;
   }
-  is_served_ = stream.engine().fused_attention().serves(shape_, workspace_bytes(sizes, shape_.S, shape_.S_keys));
+  return stream.engine().fused_attention().serves(shape_, workspace_bytes(sizes, shape_.S, shape_.S_keys));
+}
+
+void FusedPrefix::make_plans(Stream& stream, const AttentionBackwardArgs& args) {
+  const FusedRule rule;
+  FusedPrefix longest(stream, args, rule);
+  if (stream.is_planning() || !longest.is_served_ || !longest.shape_.ends_early) return;
+  const int64_t most = longest.shape_.S;
+  for (int64_t S = copied_length(rule.shortest); S < most; S *= 2) longest.take_plan(stream, {S, S}, true);
 }
 
 void FusedPrefix::run(Stream& stream) const {

@@ -219,6 +219,7 @@ void attention_prefix_forward(Stream& stream, Tensor o, Tensor lse, const Tensor
 void attention_prefix_backward(Stream& stream, const AttentionBackwardArgs& args) {
   if (args.q.dim(0) == 0 || args.k.dim(0) == 0) return;
   const int64_t step = FusedPrefix::longest_piece(args);
+  FusedPrefix::make_plans(stream, rows_of(args, 0, std::min(step, args.q.dim(0)), 0, std::min(step, args.k.dim(0))));
   for (int64_t query = 0; query < args.q.dim(0); query += step)
     for (int64_t key = 0; key < args.k.dim(0); key += step)
       piece_backward(stream, rows_of(args, query, std::min(step, args.q.dim(0) - query), key,

@@ -81,10 +81,10 @@ TEST(FusedAttention, PiecesOfLongDocumentsMatchTheCpu) {
     support::expect_same_on_gpu([&](Lab& lab) { run_fused(lab, documents, {4, 2, 192, 128}, rule); });
 }
 
-// Queries that see keys of their own, then earlier ones: copied, and where they lie.
+// Queries that see keys of their own, then earlier ones: copied, where they lie, and far fewer or more of them.
 TEST(FusedAttention, EarlierKeysMatchTheCpu) {
   SKIP_WITHOUT_CUDNN();
-  for (const auto& [N, NK] : {std::pair<int64_t, int64_t>{300, 260}, {384, 256}})
+  for (const auto& [N, NK] : {std::pair<int64_t, int64_t>{300, 260}, {384, 256}, {2100, 257}, {259, 2100}})
     support::expect_same_on_gpu([&, N = N, NK = NK](Lab& lab) {
       Stream& stream = lab.stream();
       constexpr int64_t H = 4, HKV = 2, K = 192, V = 128;
