@@ -332,8 +332,9 @@ struct AttentionSizes {
 
 TEST(CudaAttention, MatchesTheCpu) {
   for (const Documents& documents : odd_documents())
-    for (const auto& [H, HKV, K, V] : {AttentionSizes{2, 2, 192, 128}, AttentionSizes{4, 2, 64, 64},
-                                       AttentionSizes{3, 1, 37, 19}, AttentionSizes{1, 1, 256, 256}})
+    for (const auto& [H, HKV, K, V] :
+         {AttentionSizes{2, 2, 192, 128}, AttentionSizes{4, 2, 64, 64}, AttentionSizes{3, 1, 37, 19},
+          AttentionSizes{1, 1, 256, 256}, AttentionSizes{1, 1, 96, 72}, AttentionSizes{2, 2, 128, 96}})
       expect_same_on_gpu([&, H = H, HKV = HKV, K = K, V = V](Lab& lab) {
         const int64_t N = documents.num_tokens(), gap = K == 64 ? 8 : K == 37 ? 3 : 0;
         const double scale = 1 / std::sqrt(static_cast<double>(K));
