@@ -12,9 +12,10 @@ namespace palimpsest::cuda {
 
 namespace {
 
-constexpr int kThreads = 256, kMaxBlocks = 528;  // four on each processor of a large GPU
-constexpr int64_t kPiece = 4096;                 // elements that a block sums at once
-constexpr int kMostParts = 64;                   // of a launch, whose parameters are few
+// Sixteen blocks on each processor of a large GPU: the sums that come between two kernels of a step are soon over.
+constexpr int kThreads = 256, kMaxBlocks = 2112;
+constexpr int64_t kPiece = 4096;  // elements that a block sums at once
+constexpr int kMostParts = 64;    // of a launch, whose parameters are few
 
 // Many parts are small, and a launch for each would cost more than its sum.
 struct Part {
