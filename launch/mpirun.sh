@@ -25,7 +25,7 @@ options=()
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 # Open MPI passes its own variables to all ranks; of the others, those of this host's environment are named.
 for name in OMP_NUM_THREADS OMP_WAIT_POLICY OPENBLAS_CORETYPE HDF5_USE_FILE_LOCKING LD_LIBRARY_PATH PALIMPSEST_SHARE_GPUS \
-  "${!NCCL_@}" ${PALIMPSEST_EXPORT:-}; do
+  PALIMPSEST_LEAST_COPIED_BYTES "${!NCCL_@}" ${PALIMPSEST_EXPORT:-}; do
   [[ -v $name ]] && options+=(-x "$name")
 done
 # Containers run as root, and mpirun wants to be told that it may.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <string>
 #include <vector>
 
 #include "parallel/agreement.h"
@@ -32,6 +33,8 @@ const Mesh& Ranks::lay_out(const Config& config, Console& console) {
   const Device device = device_of(config);
   GpuLinks links;
   agree(world(), [&] { links = gpu_links(); });
+  check_same_on_ranks(world(), {{"PALIMPSEST_SHARE_GPUS", std::to_string(links.share_gpus ? 1 : 0)},
+                                {"PALIMPSEST_LEAST_COPIED_BYTES", std::to_string(links.least_copied_bytes)}});
   const std::string gpu = device == Device::kCuda ? take_gpu(world(), session_->local_rank(), links) : "none";
   watchdog_.emplace(rank(), parallel.timeout_s);
   mesh_ = session_->make_mesh(shape, *watchdog_, device, links);

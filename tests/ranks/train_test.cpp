@@ -1,6 +1,7 @@
 // The program under mpirun as a user meets it: the same run in every layout, differing ranks, signals.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdlib>
 #include <thread>
@@ -103,6 +104,14 @@ TEST_F(Ranks, ADifferenceBetweenRanksIsNamedWithTheRanks) {
   EXPECT_EQ(config.exit_code, 2);
   EXPECT_NE(config.err.find("the ranks differ in train.steps: 6 on rank 0"), std::string::npos) << config.err;
   EXPECT_NE(config.err.find(", but 20 on rank 1 on "), std::string::npos) << config.err;
+
+  std::vector<std::string> links = mixed_ranks({"train", file_}, {"train", file_});
+  links.insert(std::find(links.begin(), links.end(), ":") + 1, {"-x", "PALIMPSEST_LEAST_COPIED_BYTES=7"});
+  const ProgramResult environment = run_command_line(links);
+  EXPECT_EQ(environment.exit_code, 2);
+  EXPECT_NE(environment.err.find("the ranks differ in PALIMPSEST_LEAST_COPIED_BYTES: 524288 on rank 0"),
+            std::string::npos)
+      << environment.err;
 
   // The same path in two folders, with one other token.
   create_directories(root_ / "here");
