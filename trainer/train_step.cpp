@@ -101,6 +101,7 @@ StepResult TrainStep::result_of_step() const {
           .z_loss = unsigned_nan(number(z_sum_) * loss_options_.grad_scale),
           .grad_norm = unsigned_nan(std::sqrt(numbers[kNormSquared])),
           .applied = numbers[kFinite] != 0.0,
+          .applied_steps = static_cast<int64_t>(numbers[kAppliedSteps]),
           .experts = expert_use()};
 }
 

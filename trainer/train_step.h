@@ -31,10 +31,11 @@ struct TrainStepOptions {
 };
 
 struct StepResult {
-  double loss = 0.0;       // mean over the targets of the step
-  double z_loss = 0.0;     // mean of the z and balance terms, not part of `loss`
-  double grad_norm = 0.0;  // of the whole model, before clipping
-  bool applied = true;     // false: something was not finite, and weights, moments and applied_steps are as before
+  double loss = 0.0;          // mean over the targets of the step
+  double z_loss = 0.0;        // mean of the z and balance terms, not part of `loss`
+  double grad_norm = 0.0;     // of the whole model, before clipping
+  bool applied = true;        // false: something was not finite, and weights, moments and applied_steps are as before
+  int64_t applied_steps = 0;  // AdamW's counter after it
   std::vector<ExpertUse> experts;  // a layer with routed experts each
 };
 

@@ -113,10 +113,10 @@ void Trainer::run() {
                               total_steps_, words_for(signal)));
     return;
   }
-  Loader loader(setup_.data(), loader_options(config_, state_, setup_.mesh()));
   if (config_.profile.steps && setup_.bench().device() == Device::kCpu)
     console_.info("profile.steps has no effect on the CPU");
   warm_up();
+  Loader loader(setup_.data(), loader_options(config_, state_, setup_.mesh()));
   TrainingProgress progress(console_, state_.step, total_steps_);
   std::string stop;  // why the run ends before its last step
   while (state_.step < total_steps_ && stop.empty()) {
@@ -227,7 +227,7 @@ void Trainer::count_step(const StepResult& result, StepBatches& batches) {
   ++state_.step;
   state_.tokens += batches.num_targets;
   state_.sampler_position += config_.train.sequences_per_step;
-  state_.applied_steps = step_->applied_steps();
+  state_.applied_steps = result.applied_steps;
   state_.eval_losses.clear();
   if (result.applied) {
     state_.skipped_in_a_row = 0;
