@@ -9,6 +9,7 @@
 #include "kernels/random.h"
 #include "kernels/router.h"
 #include "tests/cuda/lab.h"
+#include "tests/cuda/op_cases.h"
 
 namespace palimpsest {
 namespace {
@@ -126,20 +127,8 @@ TEST(CudaGroupedLinear, MatchesTheCpu) {
         std::vector<int64_t>{0, 3, 128, 256, 293}})
     for (const auto& [O, I, gap] :
          {Sizes{64, 96, 0}, Sizes{200, 136, 8}, Sizes{37, 19, 3}, Sizes{1, 1, 0}, Sizes{256, 32, 0}})
-      expect_same_on_gpu(
-          [&, O = O, I = I, gap = gap](Lab& lab) {
-            const int64_t R = offsets.back(), E = static_cast<int64_t>(offsets.size()) - 1;
-            const Tensor at = lab.integers("offsets", offsets);
-            const Tensor x = lab.input("x", {R, I}, 1, gap), dy = lab.input("dy", {R, O}, 1, gap);
-            const auto with_weight = [&](const std::string& kind, const Tensor& w) {
-              grouped_linear_forward(lab.stream(), lab.output("y" + kind, {R, O}, gap), x, w, at);
-              grouped_linear_backward_input(lab.stream(), lab.output("dx" + kind, {R, I}), dy, w, at);
-            };
-            with_weight(" own", lab.input("w", {E * O, I}, 0.2, gap));
-            with_weight(" wide", lab.weight("wide w", {E * O, I}, 0.2));
-            grouped_linear_backward_weight(lab.stream(), lab.accumulated("dw", {E * O, I}), dy, x, at);
-          },
-          {.f32 = 2e-6, .bf16 = 6e-3});
+      expect_same_on_gpu([&, O = O, I = I, gap = gap](Lab& lab) { run_grouped_linear(lab, offsets, O, I, gap); },
+                         {.f32 = 2e-6, .bf16 = 6e-3});
 }
 
 TEST(CudaTokenGate, MatchesTheCpu) {

@@ -17,6 +17,7 @@
 #include "kernels/short_conv.h"
 #include "kernels/swiglu.h"
 #include "tests/cuda/lab.h"
+#include "tests/cuda/op_cases.h"
 
 namespace palimpsest {
 namespace {
@@ -326,35 +327,14 @@ TEST(CudaMlaHeads, MatchesTheCpu) {
       });
 }
 
-struct AttentionSizes {
-  int64_t H, HKV, K, V;
-};
-
 TEST(CudaAttention, MatchesTheCpu) {
   for (const Documents& documents : odd_documents())
-    for (const auto& [H, HKV, K, V] :
-         {AttentionSizes{2, 2, 192, 128}, AttentionSizes{4, 2, 64, 64}, AttentionSizes{3, 1, 37, 19},
-          AttentionSizes{1, 1, 256, 256}, AttentionSizes{1, 1, 96, 72}, AttentionSizes{2, 2, 128, 96}})
-      expect_same_on_gpu([&, H = H, HKV = HKV, K = K, V = V](Lab& lab) {
-        const int64_t N = documents.num_tokens(), gap = K == 64 ? 8 : K == 37 ? 3 : 0;
-        const double scale = 1 / std::sqrt(static_cast<double>(K));
-        const Tensor q = lab.input("q", {N, H, K}, 1, gap), k = lab.input("k", {N, HKV, K}, 1, gap);
-        const Tensor v = lab.input("v", {N, HKV, V}, 1, gap), d_o = lab.input("d_o", {N, H, V});
-        const Tensor o = lab.output("o", {N, H, V}, gap), lse = lab.statistics("lse", {N, H});
-        attention_forward(lab.stream(), o, lse, q, k, v, scale, documents, documents);
-        attention_backward(lab.stream(),
-                           {.dq = lab.output("dq", {N, H, K}),
-                            .dk = lab.output("dk", {N, HKV, K}, gap),
-                            .dv = lab.output("dv", {N, HKV, V}),
-                            .d_o = d_o,
-                            .q = q,
-                            .k = k,
-                            .v = v,
-                            .o = o,
-                            .lse = lse,
-                            .scale = scale},
-                           documents);
-      });
+    for (AttentionSizes sizes :
+         {AttentionSizes{2, 2, 192, 128, 0}, AttentionSizes{4, 2, 64, 64, 8}, AttentionSizes{3, 1, 37, 19, 3},
+          AttentionSizes{1, 1, 256, 256, 0}, AttentionSizes{1, 1, 96, 72, 0}, AttentionSizes{2, 2, 128, 96, 0}}) {
+      sizes.scale = 1 / std::sqrt(static_cast<double>(sizes.K));
+      expect_same_on_gpu([&](Lab& lab) { run_attention(lab, sizes, documents); });
+    }
 }
 
 TEST(CudaAttention, QueriesSeeEarlierKeys) {

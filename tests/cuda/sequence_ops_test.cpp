@@ -9,6 +9,7 @@
 #include "kernels/delta_rule.h"
 #include "kernels/short_conv.h"
 #include "tests/cuda/lab.h"
+#include "tests/cuda/op_cases.h"
 
 namespace palimpsest {
 namespace {
@@ -25,21 +26,7 @@ TEST(CudaAttentionPrefix, MatchesTheCpu) {
                                    PrefixSizes{130, 257, 1, 1, 256, 256, 0}, PrefixSizes{3, 200, 2, 1, 128, 96, 8}})
     expect_same_on_gpu([=](Lab& lab) {
       const auto& [N, num_keys, H, HKV, K, V, gap] = sizes;
-      const double scale = 1 / std::sqrt(static_cast<double>(K));
-      const Tensor q = lab.input("q", {N, H, K}, 1, gap), d_o = lab.input("d_o", {N, H, V});
-      const Tensor o = lab.in_place("o", {N, H, V}, 1, gap), lse = lab.accumulated("lse", {N, H});
-      const Tensor k = lab.input("k", {num_keys, HKV, K}, 1, gap), v = lab.input("v", {num_keys, HKV, V}, 1, gap);
-      attention_prefix_forward(lab.stream(), o, lse, q, k, v, scale);
-      attention_prefix_backward(lab.stream(), {.dq = lab.in_place("dq", {N, H, K}),
-                                               .dk = lab.in_place("dk", {num_keys, HKV, K}, 1, gap),
-                                               .dv = lab.in_place("dv", {num_keys, HKV, V}),
-                                               .d_o = d_o,
-                                               .q = q,
-                                               .k = k,
-                                               .v = v,
-                                               .o = o,
-                                               .lse = lse,
-                                               .scale = scale});
+      run_attention_prefix(lab, {H, HKV, K, V, gap, 1 / std::sqrt(static_cast<double>(K))}, N, num_keys);
     });
 }
 

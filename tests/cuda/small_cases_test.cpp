@@ -3,11 +3,8 @@
 // the sizes of the other tests (sanitize.sh); here a case is a test of its own and runs each kernel once a dtype.
 #include <gtest/gtest.h>
 
-#include <cmath>
-
-#include "kernels/attention.h"
-#include "kernels/expert_rows.h"
 #include "tests/cuda/lab.h"
+#include "tests/cuda/op_cases.h"
 #include "tests/support/delta_rule_case.h"
 
 namespace palimpsest {
@@ -63,8 +60,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 struct SmallAttention {
   const char* name;
-  int64_t H, HKV, K, V;
-  int64_t gap;
+  AttentionSizes sizes;
 };
 void PrintTo(const SmallAttention& c, std::ostream* out) {
   *out << c.name;
@@ -73,55 +69,18 @@ void PrintTo(const SmallAttention& c, std::ostream* out) {
 class CudaSmallAttention : public ::testing::TestWithParam<SmallAttention> {};
 
 TEST_P(CudaSmallAttention, MatchesTheCpu) {
-  const SmallAttention& c = GetParam();
-  expect_same_on_gpu([&](Lab& lab) {
-    const Documents documents(kDocuments);
-    const int64_t N = documents.num_tokens();
-    const Tensor q = lab.input("q", {N, c.H, c.K}, 1, c.gap), k = lab.input("k", {N, c.HKV, c.K}, 1, c.gap);
-    const Tensor v = lab.input("v", {N, c.HKV, c.V}, 1, c.gap), d_o = lab.input("d_o", {N, c.H, c.V});
-    const Tensor o = lab.output("o", {N, c.H, c.V}, c.gap), lse = lab.statistics("lse", {N, c.H});
-    attention_forward(lab.stream(), o, lse, q, k, v, 0.1, documents, documents);
-    attention_backward(lab.stream(),
-                       {.dq = lab.output("dq", {N, c.H, c.K}),
-                        .dk = lab.output("dk", {N, c.HKV, c.K}, c.gap),
-                        .dv = lab.output("dv", {N, c.HKV, c.V}),
-                        .d_o = d_o,
-                        .q = q,
-                        .k = k,
-                        .v = v,
-                        .o = o,
-                        .lse = lse,
-                        .scale = 0.1},
-                       documents);
-  });
+  expect_same_on_gpu([&](Lab& lab) { run_attention(lab, GetParam().sizes, Documents(kDocuments)); });
 }
 
 TEST_P(CudaSmallAttention, ToEarlierKeysMatchesTheCpu) {
-  const SmallAttention& c = GetParam();
-  expect_same_on_gpu([&](Lab& lab) {
-    constexpr int64_t N = 66, kKeys = 67;
-    const Tensor q = lab.input("q", {N, c.H, c.K}, 1, c.gap), d_o = lab.input("d_o", {N, c.H, c.V});
-    const Tensor o = lab.in_place("o", {N, c.H, c.V}, 1, c.gap), lse = lab.accumulated("lse", {N, c.H});
-    const Tensor k = lab.input("k", {kKeys, c.HKV, c.K}, 1, c.gap), v = lab.input("v", {kKeys, c.HKV, c.V}, 1, c.gap);
-    attention_prefix_forward(lab.stream(), o, lse, q, k, v, 0.1);
-    attention_prefix_backward(lab.stream(), {.dq = lab.in_place("dq", {N, c.H, c.K}),
-                                             .dk = lab.in_place("dk", {kKeys, c.HKV, c.K}, 1, c.gap),
-                                             .dv = lab.in_place("dv", {kKeys, c.HKV, c.V}),
-                                             .d_o = d_o,
-                                             .q = q,
-                                             .k = k,
-                                             .v = v,
-                                             .o = o,
-                                             .lse = lse,
-                                             .scale = 0.1});
-  });
+  expect_same_on_gpu([&](Lab& lab) { run_attention_prefix(lab, GetParam().sizes, 66, 67); });
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, CudaSmallAttention,
-                         ::testing::Values(SmallAttention{"Packed", 2, 1, 40, 24, 8},
-                                           SmallAttention{"Unpacked", 1, 1, 37, 19, 3},
-                                           SmallAttention{"KeysBeyond128", 1, 1, 136, 40, 0},
-                                           SmallAttention{"KeysBeyond192", 1, 1, 200, 24, 0}),
+                         ::testing::Values(SmallAttention{"Packed", {2, 1, 40, 24, 8, 0.1}},
+                                           SmallAttention{"Unpacked", {1, 1, 37, 19, 3, 0.1}},
+                                           SmallAttention{"KeysBeyond128", {1, 1, 136, 40, 0, 0.1}},
+                                           SmallAttention{"KeysBeyond192", {1, 1, 200, 24, 0, 0.1}}),
                          [](const auto& info) { return info.param.name; });
 
 // ---- products of experts' rows: more steps than stages ----
@@ -139,18 +98,8 @@ class CudaSmallGroupedLinear : public ::testing::TestWithParam<SmallGroupedLinea
 TEST_P(CudaSmallGroupedLinear, MatchesTheCpu) {
   const auto& [name, O, I, gap] = GetParam();
   expect_same_on_gpu(
-      [&, O = O, I = I, gap = gap](Lab& lab) {
-        const std::vector<int64_t> offsets = {0, 0, 3, 130};
-        const int64_t R = offsets.back(), E = static_cast<int64_t>(offsets.size()) - 1;
-        const Tensor at = lab.integers("offsets", offsets);
-        const Tensor x = lab.input("x", {R, I}, 1, gap), dy = lab.input("dy", {R, O}, 1, gap);
-        const auto with_weight = [&](const std::string& kind, const Tensor& w) {
-          grouped_linear_forward(lab.stream(), lab.output("y" + kind, {R, O}, gap), x, w, at);
-          grouped_linear_backward_input(lab.stream(), lab.output("dx" + kind, {R, I}), dy, w, at);
-        };
-        with_weight(" own", lab.input("w", {E * O, I}, 0.2, gap));
-        with_weight(" wide", lab.weight("wide w", {E * O, I}, 0.2));
-        grouped_linear_backward_weight(lab.stream(), lab.accumulated("dw", {E * O, I}), dy, x, at);
+      [O = O, I = I, gap = gap](Lab& lab) {
+        run_grouped_linear(lab, {0, 0, 3, 130}, O, I, gap);
       },
       {.f32 = 2e-6, .bf16 = 6e-3});
 }
