@@ -35,16 +35,16 @@ void load(CheckpointReader& checkpoint, Workbench& bench, CheckpointContent cont
   checkpoint.load(bench.registry(), content, [&](int64_t read) { progress.add(read); });
 }
 
-void report_skipped(const NewestCheckpoint& newest, Console& console) {
-  for (const SkippedCheckpoint& skipped : newest.skipped) console.warning(to_text(skipped));
-}
-
-// What was passed over on the way to the checkpoint that a run goes on from, and what of its config has changed since.
-std::vector<std::string> notices_of(const NewestCheckpoint& newest, const std::vector<std::string>& changes) {
+// What was passed over on the way to the checkpoint that a run starts from, and what of its config has changed since.
+std::vector<std::string> notices_of(const NewestCheckpoint& newest, const std::vector<std::string>& changes = {}) {
   std::vector<std::string> notices;
   for (const SkippedCheckpoint& skipped : newest.skipped) notices.push_back(to_text(skipped));
   for (const std::string& change : changes) notices.push_back("resume: " + change);
   return notices;
+}
+
+void warn_of(const std::vector<std::string>& notices, Console& console) {
+  for (const std::string& notice : notices) console.warning(notice);
 }
 
 std::vector<int64_t> damaged_steps(const NewestCheckpoint& newest) {
@@ -82,7 +82,7 @@ class Resume {
 
   RunStart finish(const NewestCheckpoint& newest) const {
     complete_values(bench_);
-    for (const std::string& notice : notices_of(newest, changes_)) console_.warning(notice);
+    warn_of(notices_of(newest, changes_), console_);
     console_.info("resumed from " + *newest.path + " at step " + std::to_string(state_.step));
     return {.state = state_, .damaged_steps = damaged_steps(newest)};
   }
@@ -132,7 +132,7 @@ void use_other_weights(const Config& config, Workbench& bench, Console& console)
       },
       bench.mesh().world());
   complete_values(bench);
-  report_skipped(newest, console);
+  warn_of(notices_of(newest), console);
   if (!other.empty()) console.warning("from: the weights were trained as another model: " + other);
   console.info("weights from " + *newest.path);
 }
@@ -210,7 +210,7 @@ RunStart start_run(const Config& config, Workbench& bench, Console& console) {
   const NewestCheckpoint newest =
       use_newest_checkpoint(checkpoint_path(config), std::ref(resume), bench.mesh().world());
   if (newest.path) return resume.finish(newest);
-  report_skipped(newest, console);
+  warn_of(notices_of(newest), console);
   return start_new(config, bench, console);
 }
 
@@ -264,7 +264,7 @@ void load_trained_weights(const Config& config, Workbench& bench, Console& conso
   complete_values(bench);
   if (std::filesystem::path(tokenizer).filename() != std::filesystem::path(config.data.tokenizer).filename())
     console.warning("data.tokenizer is " + config.data.tokenizer + ", the model was trained with " + tokenizer);
-  report_skipped(newest, console);
+  warn_of(notices_of(newest), console);
   console.info("weights from " + *newest.path);
 }
 
